@@ -1,0 +1,14 @@
+"""What must be set before a test module imports triton or transformers."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+# Triton reads this once, when it is imported: without a GPU its kernels run in the interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+# No test may wait for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+torch.set_num_threads(min(2, os.cpu_count() or 1))
