@@ -1,0 +1,157 @@
+"""The tile sizes and launch options of the Triton kernels: one table per kernel, a reason per row, nothing else chooses.
+
+tile_rows and chunk depend on the head alone and never on the device, so a work list fits every device. What the rows
+rest on was read from compiled code (registers, shared memory, spills), not from timings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ARCHS = ("cuda", "hip")
+
+# Tokens per decode item. 256 keeps the fp32 partials of a group of 8 under 7 % of the bytes of K and V, and cuts a
+# sequence of 8,000 tokens in 32 items per K/V head.
+CHUNK = 256
+# Rows of one decode program: the smallest M of a tensor-core dot. A larger group takes several programs per item.
+TILE_H = 16
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """How prefill_attention is tiled and launched.
+
+    Attributes:
+        tile_q: query tokens per tile; tile_q * group rows are used of tile_rows.
+        tile_rows: (token, query head) rows per program, a power of two.
+        tile_kv: keys per loop trip.
+        tile_d: head_dim padded to a power of two.
+        num_warps, num_stages: Triton's launch options.
+    """
+
+    tile_q: int
+    tile_rows: int
+    tile_kv: int
+    tile_d: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """How decode_attention is tiled and launched.
+
+    Attributes:
+        chunk: keys per work item.
+        tile_h: query heads per program, a power of two.
+        tile_kv: keys per loop trip, shared out evenly among the warps.
+        tile_d: head_dim padded to a power of two.
+        num_warps, num_stages: Triton's launch options.
+    """
+
+    chunk: int
+    tile_h: int
+    tile_kv: int
+    tile_d: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ConfigCase:
+    """One compilation that a launcher can ask for."""
+
+    kernel: str
+    arch: str
+    head_dim: int
+    group: int
+    dtype: torch.dtype
+    block_size: int
+    config: PrefillConfig | DecodeConfig
+
+
+# (bytes per element, tile_d) -> (tile_rows, {arch: (tile_kv, num_warps, num_stages)})
+_PREFILL = {
+    # Two warpgroups of 64 rows each; K and V tiles of 8 KB, four of them in flight.
+    (2, 64): (128, {"cuda": (64, 8, 3), "hip": (64, 4, 1)}),
+    # As above with tiles of 16 KB; the 64 accumulator registers per thread leave room for the scores.
+    (2, 128): (128, {"cuda": (64, 8, 3), "hip": (64, 4, 1)}),
+    # 32 keys, or accumulator and scores outgrow the registers.
+    (2, 256): (64, {"cuda": (32, 4, 2), "hip": (32, 4, 1)}),
+    # IEEE fp32 runs on the plain ALUs, which hold whole operands in registers: small tiles, no pipeline.
+    (4, 64): (32, {"cuda": (32, 4, 1), "hip": (32, 4, 1)}),
+    (4, 128): (32, {"cuda": (32, 4, 1), "hip": (32, 4, 1)}),
+    (4, 256): (16, {"cuda": (16, 4, 1), "hip": (16, 4, 1)}),
+}
+
+# (bytes per element, tile_d) -> {arch: (tile_kv, num_warps, num_stages)}
+_DECODE = {
+    # 16 keys per warp, the smallest N of a tensor-core dot: each warp keeps its own softmax.
+    (2, 64): {"cuda": (64, 4, 3), "hip": (64, 4, 1)},
+    (2, 128): {"cuda": (64, 4, 3), "hip": (64, 4, 1)},
+    # Two warps, or the partial accumulators of four outgrow shared memory at the final merge.
+    (2, 256): {"cuda": (32, 2, 2), "hip": (32, 2, 1)},
+    # IEEE fp32: see prefill.
+    (4, 64): {"cuda": (64, 4, 1), "hip": (64, 4, 1)},
+    (4, 128): {"cuda": (64, 4, 1), "hip": (64, 4, 1)},
+    (4, 256): {"cuda": (32, 2, 1), "hip": (32, 2, 1)},
+}
+
+
+def prefill_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> PrefillConfig:
+    """Return how prefill_attention runs for one kind of head.
+
+    Args:
+        head_dim: 16 to 256.
+        group: query heads per K/V head.
+        dtype: float32, float16 or bfloat16.
+        block_size: tokens per block, a power of two from 16.
+        arch: "cuda" or "hip"; changes neither tile_q nor tile_rows.
+
+    Raises:
+        ValueError: no configuration for these.
+    """
+    key = _table_key("prefill_config", head_dim, dtype, block_size, arch)
+    tile_rows, launch = _PREFILL[key]
+    if not 1 <= group <= tile_rows:
+        raise ValueError(f"prefill_config: group must be 1 to {tile_rows} at head_dim {head_dim}, got {group}")
+    return PrefillConfig(tile_rows // group, tile_rows, launch[arch][0], key[1], *launch[arch][1:])
+
+
+def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> DecodeConfig:
+    """Return how decode_attention runs for one kind of head; arguments and errors as in prefill_config."""
+    key = _table_key("decode_config", head_dim, dtype, block_size, arch)
+    if group < 1:
+        raise ValueError(f"decode_config: group must be at least 1, got {group}")
+    tile_kv, num_warps, num_stages = _DECODE[key][arch]
+    return DecodeConfig(CHUNK, TILE_H, tile_kv, key[1], num_warps, num_stages)
+
+
+def all_configs(group: int = 7) -> list[ConfigCase]:
+    """List every attention compilation that the launchers can choose for one group size, over all named head dimensions."""
+    return [
+        ConfigCase(kernel, arch, head_dim, group, dtype, block_size, choose(head_dim, group, dtype, block_size, arch))
+        for kernel, choose in (("prefill", prefill_config), ("decode", decode_config))
+        for arch in ARCHS
+        for head_dim in HEAD_DIMS
+        for dtype in DTYPES
+        for block_size in BLOCK_SIZES
+    ]
+
+
+def _table_key(function: str, head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> tuple[int, int]:
+    """Return (bytes per element, padded head_dim), or raise for what no row covers."""
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"{function}: head_dim must be 16 to 256, got {head_dim}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{function}: dtype must be float32, float16 or bfloat16, got {dtype}")
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(f"{function}: block_size must be a power of two from 16, got {block_size}")
+    if arch not in ARCHS:
+        raise ValueError(f"{function}: arch must be one of {ARCHS}, got {arch!r}")
+    return dtype.itemsize, max(64, 1 << (head_dim - 1).bit_length())
