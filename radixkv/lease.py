@@ -1,0 +1,96 @@
+"""A counted hold on a cached prefix."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from radixkv.node import Node
+from radixkv.token_key import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from radixkv.tree import RadixTree
+
+
+class Lease:
+    """Keeps the blocks of a prefix in the tree until it is released; made by `RadixTree.lock` and `Lease.clone`.
+
+    A context manager: leaving it releases what is not yet released. A lease that is dropped unreleased comes back by
+    itself. Releasing only hands the hold back to the tree, which takes it in at its next operation; so it is safe from
+    any thread and inside the garbage collector.
+
+    Attributes:
+        tree: the tree that it belongs to.
+        length: tokens of the prefix; with 0 it holds nothing.
+        namespace: where the prefix lives.
+        released: whether it was released.
+    """
+
+    __slots__ = ("tree", "length", "namespace", "released", "_key", "_node", "_num_borrowers", "_in_with_block", "__weakref__")
+
+    def __init__(self, tree: RadixTree, node: Node | None, key: bytes, length: int, namespace: tuple) -> None:
+        self.released = False
+        self.tree = tree
+        self.length = length
+        self.namespace = namespace
+        self._key = key
+        self._node = node
+        self._num_borrowers = 0
+        self._in_with_block = False
+
+    @property
+    def tokens(self) -> bytes:
+        """The prefix as key bytes."""
+        return self._key[: self.length * TOKEN_BYTES]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Ids of the ceil(length / block_size) blocks, in token order, as a new list. RuntimeError after the release."""
+        self._require_open("blocks")
+        return [] if self._node is None else self._node.path_blocks()
+
+    def clone(self) -> Lease:
+        """Another hold on the same prefix, to be released on its own."""
+        self._require_open("clone")
+        return self.tree.lock_again(self._node, self._key, self.length, self.namespace)
+
+    def release(self) -> None:
+        """Gives the hold back. RuntimeError when that was done before."""
+        self._require_open("release")
+        self.released = True
+        if self._node is not None:
+            self.tree.returned.append(self._node)
+        self._node = None
+
+    def lend(self) -> None:
+        """Somebody uses the lease and will say when that ends, with `give_back`."""
+        self._num_borrowers += 1
+
+    def give_back(self) -> None:
+        """A borrower is done. With the last one the lease is released, unless a `with` block is there to do it."""
+        self._num_borrowers -= 1
+        if not self._num_borrowers and not self._in_with_block and not self.released:
+            self.release()
+
+    def __enter__(self) -> Lease:
+        self._in_with_block = True
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if not self.released:
+            self.release()
+
+    def __del__(self) -> None:
+        # May run in the middle of a tree operation: one append to the deque, and nothing else.
+        if not self.released:
+            self.release()
+
+    def __reduce_ex__(self, protocol: object) -> str:
+        raise TypeError("a Lease cannot be copied or pickled: use clone()")
+
+    def __repr__(self) -> str:
+        return f"Lease(length={self.length}, released={self.released})"
+
+    def _require_open(self, action: str) -> None:
+        if self.released:
+            raise RuntimeError(f"Lease.{action}: this lease of {self.length} tokens was released before")

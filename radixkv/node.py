@@ -1,0 +1,172 @@
+"""One edge of the radix tree, the sorted keys of its children, and the walk along a key."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
+
+from radixkv.token_key import common_bytes, common_bytes_short
+
+_BUCKET_SIZE = 512
+
+
+class SortedKeys:
+    """Byte strings in order, in buckets, so that adding to a hundred thousand moves no more than a bucket."""
+
+    __slots__ = ("_buckets", "_firsts")
+
+    def __init__(self, keys: Iterable[bytes]) -> None:
+        keys = sorted(keys)
+        self._buckets = [keys[i : i + _BUCKET_SIZE] for i in range(0, len(keys), _BUCKET_SIZE)]
+        self._firsts = [bucket[0] for bucket in self._buckets]
+
+    def add(self, key: bytes) -> None:
+        """Puts a new key in its place."""
+        if not self._buckets:
+            self._buckets, self._firsts = [[key]], [key]
+            return
+        index = max(0, bisect_right(self._firsts, key) - 1)
+        bucket = self._buckets[index]
+        insort(bucket, key)
+        self._firsts[index] = bucket[0]
+        if len(bucket) > 2 * _BUCKET_SIZE:
+            upper = bucket[_BUCKET_SIZE:]
+            del bucket[_BUCKET_SIZE:]
+            self._buckets.insert(index + 1, upper)
+            self._firsts.insert(index + 1, upper[0])
+
+    def remove(self, key: bytes) -> None:
+        """Takes out a key that is there."""
+        index = bisect_right(self._firsts, key) - 1
+        bucket = self._buckets[index]
+        del bucket[bisect_left(bucket, key)]
+        if bucket:
+            self._firsts[index] = bucket[0]
+        else:
+            del self._buckets[index], self._firsts[index]
+
+    def neighbours(self, key: bytes) -> list[bytes]:
+        """The last key up to `key` and the first one after it, those that exist: one of them shares most with it."""
+        found = []
+        index = bisect_right(self._firsts, key) - 1
+        after = 0
+        if index >= 0:
+            bucket = self._buckets[index]
+            after = bisect_right(bucket, key)
+            found.append(bucket[after - 1])
+            if after < len(bucket):
+                found.append(bucket[after])
+                return found
+        if index + 1 < len(self._buckets):
+            found.append(self._buckets[index + 1][0])
+        return found
+
+    def to_list(self) -> list[bytes]:
+        """All keys in order."""
+        return [key for bucket in self._buckets for key in bucket]
+
+
+class Node:
+    """A run of tokens, the blocks that hold their K/V, and what follows it.
+
+    Attributes:
+        edge: the tokens, as key bytes; it starts at a block border, and only a leaf may end inside a block.
+        blocks: the ids of this node's own blocks, ceil(len(edge) / block bytes) of them; never its ancestors'.
+        parent: None for the root of a namespace and for a node that left the tree.
+        children: by the bytes of their first block (shorter for a leaf that ends inside its first block).
+        sorted_keys: the keys of `children` in order, once there are two.
+        locks: leases on this node plus children with locks; 0 means that it may be evicted.
+        stamp: the logical time of its last use, by the eviction queue's clock.
+        place: where the eviction queue has it.
+    """
+
+    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "locks", "stamp", "place")
+
+    def __init__(self, edge: bytes, blocks: list[int], parent: Node | None) -> None:
+        self.edge = edge
+        self.blocks = blocks
+        self.parent = parent
+        self.children: dict[bytes, Node] = {}
+        self.sorted_keys: SortedKeys | None = None
+        self.locks = 0
+        self.stamp = 0
+        self.place = 0
+
+    def add_child(self, key: bytes, child: Node) -> None:
+        """Adds a child under a key that no child has."""
+        self.children[key] = child
+        if self.sorted_keys is not None:
+            self.sorted_keys.add(key)
+        elif len(self.children) > 1:
+            self.sorted_keys = SortedKeys(self.children)
+
+    def remove_child(self, key: bytes) -> None:
+        """Removes the child under that key."""
+        del self.children[key]
+        if self.sorted_keys is not None:
+            self.sorted_keys.remove(key)
+
+    def nearest_child(self, key: bytes) -> tuple[Node | None, int]:
+        """A child whose first block shares the longest prefix with `key`, and how many bytes that is; None if none does."""
+        nearest, most = None, 0
+        # The one before `key` comes first and wins a tie: it alone may be used up by the common prefix.
+        for candidate in self.children if self.sorted_keys is None else self.sorted_keys.neighbours(key):
+            common = common_bytes_short(candidate, key)
+            if common > most:
+                nearest, most = self.children[candidate], common
+        return nearest, most
+
+    def path_blocks(self) -> list[int]:
+        """Ids of the blocks from the root to the end of this node."""
+        path = []
+        node: Node | None = self
+        while node is not None:
+            path.append(node.blocks)
+            node = node.parent
+        return [block for blocks in reversed(path) for block in blocks]
+
+    def split(self, num_blocks: int, block_bytes: int) -> Node:
+        """Puts the first blocks into a new node above, which it returns. What is left is still this node, so leases on it stay right."""
+        assert self.parent is not None
+        border = num_blocks * block_bytes
+        upper = Node(self.edge[:border], self.blocks[:num_blocks], self.parent)
+        upper.locks = 1 if self.locks else 0
+        upper.stamp = self.stamp
+        self.parent.children[self.edge[:block_bytes]] = upper
+        self.edge, self.blocks, self.parent = self.edge[border:], self.blocks[num_blocks:], upper
+        upper.add_child(self.edge[:block_bytes], self)
+        return upper
+
+
+class Root(Node):
+    """The empty edge at the top of one namespace."""
+
+    __slots__ = ("namespace_key",)
+
+    def __init__(self, namespace_key: tuple) -> None:
+        super().__init__(b"", [], None)
+        self.namespace_key = namespace_key
+        # Locked for good, so that it is never evicted and every walk upwards ends here.
+        self.locks = 1
+
+
+def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int, int]:
+    """Follows key[:end] down from a root.
+
+    Returns:
+        The last node that it enters, the byte of the key at which that node starts, and how many bytes of its edge match.
+    """
+    node, start, position = root, 0, 0
+    while position < end and node.children:
+        block = key[position : position + block_bytes]
+        child = node.children.get(block)
+        if child is None:
+            nearest, matched = node.nearest_child(block)
+            if nearest is not None:
+                return nearest, position, min(matched, end - position)
+            break
+        if not key.startswith(child.edge, position):
+            return child, position, min(common_bytes(child.edge, key, position), end - position)
+        node, start = child, position
+        position += len(node.edge)
+    return node, start, min(position, end) - start

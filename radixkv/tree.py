@@ -1,0 +1,337 @@
+"""The radix tree: which token prefixes are cached, and in which blocks.
+
+An edge is a run of tokens kept as bytes; edges split at block borders only, so a node's blocks are its own. Two branches
+may share the first tokens of a block, each with a block of its own, and a leaf may end inside a block; a match is exact
+to the token all the same. Namespaces are separate roots. Nothing is recursive, and nothing depends on the time of day.
+The tree only does the bookkeeping of ids: the pool that they come from, and a lock between threads, are the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from radixkv.lease import Lease
+from radixkv.lru import LruQueue
+from radixkv.node import Node, Root, walk
+from radixkv.token_key import TOKEN_BYTES, namespace_key, token_key
+from radixkv.tree_check import check_tree
+
+__all__ = ["Inserted", "Lease", "Match", "RadixTree", "token_key"]
+
+
+class Match(NamedTuple):
+    """The longest cached prefix of some tokens, as `match_prefix` found it. It holds nothing: see `RadixTree.lock`."""
+
+    length: int
+    namespace: tuple
+    key: bytes
+    tree: RadixTree
+    version: int
+    node: Node | None
+    num_node_bytes: int
+
+
+class Inserted(NamedTuple):
+    """What `insert` did with the blocks that it was given.
+
+    Attributes:
+        blocks: per position the block that the tree has there.
+        first_adopted: the given blocks from here on belong to the tree now. Those before were known already: the caller
+            writes `blocks` into its table and drops its own where they differ.
+        replaced: blocks that the tree gave up for longer ones; the caller drops the tree's reference on them.
+    """
+
+    blocks: list[int]
+    first_adopted: int
+    replaced: list[int]
+
+
+class RadixTree:
+    """Token prefixes to blocks.
+
+    Args:
+        block_size: tokens per block, a power of two (the pool asks for 16 or more, the tree for 1 or more).
+
+    Attributes:
+        evicted_tokens: tokens that `evict` has dropped so far; it never goes down.
+        returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
+            that anyone else does with it.
+
+    Tokens are whatever `token_key` takes. A namespace is any hashable tuple; two are the same only if their elements are
+    equal and of equal types, so (1,) and (True,) are two.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"RadixTree: block_size must be a power of two, got {block_size}")
+        self.block_size = block_size
+        self.evicted_tokens = 0
+        self.returned: deque[Node] = deque()
+        self._block_bytes = block_size * TOKEN_BYTES
+        self._roots: dict[tuple, Root] = {}
+        self.queue = LruQueue()
+        self._version = 0
+        self._num_blocks = 0
+        self._num_leased = 0
+        self._num_bytes = 0
+        self._num_leases = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the tree holds."""
+        return self._num_blocks
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Those of them that a lease protects."""
+        self._take_returned()
+        return self._num_leased
+
+    @property
+    def num_evictable_blocks(self) -> int:
+        """Those of them that no lease protects."""
+        self._take_returned()
+        return self._num_blocks - self._num_leased
+
+    @property
+    def num_leases(self) -> int:
+        """Leases of at least one token that are out."""
+        self._take_returned()
+        return self._num_leases
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the tree holds K/V of, each stored copy counted."""
+        return self._num_bytes // TOKEN_BYTES
+
+    def match_prefix(self, tokens: Any, namespace: tuple = (), limit: int | None = None) -> Match:
+        """Finds the longest cached prefix, exact to the token. It changes nothing, recency included.
+
+        Args:
+            tokens: see `token_key`; bytes are taken as a key.
+            namespace: where to look.
+            limit: the match is at most this many tokens long; None for no limit.
+
+        Returns:
+            The match, valid as long as the tree is not changed; `lock` it to keep it.
+        """
+        key = token_key(tokens)
+        if self.returned:
+            self._take_returned()
+        end = len(key) if limit is None else min(len(key), max(limit, 0) * TOKEN_BYTES)
+        root = self._roots.get(namespace_key(namespace))
+        if root is None:
+            return Match(0, namespace, key, self, self._version, None, 0)
+        node, start, matched = walk(root, key, end, self._block_bytes)
+        return Match((start + matched) // TOKEN_BYTES, namespace, key, self, self._version, node, matched)
+
+    def lock(self, match: Match) -> Lease:
+        """Holds the blocks of a match, exactly ceil(length / block_size) of them, and marks them as used now.
+
+        A match that is older than the last change of the tree is looked up again, so the lease may be shorter than the
+        match was (what had gone by then is not in it), never longer.
+
+        Args:
+            match: from this tree's `match_prefix`.
+
+        Returns:
+            The lease, released exactly once by whoever gets it.
+        """
+        if match.tree is not self:
+            raise ValueError("lock: the match is of another tree")
+        self._take_returned()
+        if match.version != self._version:
+            match = self.match_prefix(match.key, match.namespace, match.length)
+        if not match.length or match.node is None:
+            return Lease(self, None, b"", 0, match.namespace)
+        node = self._cut(match.node, match.num_node_bytes)
+        return self.lock_again(node, match.key, match.length, match.namespace)
+
+    def lock_again(self, node: Node | None, key: bytes, length: int, namespace: tuple) -> Lease:
+        """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
+        lease = Lease(self, node, key, length, namespace)
+        if node is None:
+            return lease
+        self._num_leases += 1
+        self.queue.touch(node)
+        self.queue.discard(node)
+        # A node with locks is already counted by its parent, and so on upwards.
+        held: Node | None = node
+        while held is not None:
+            held.locks += 1
+            if held.locks > 1:
+                break
+            self._num_leased += len(held.blocks)
+            held = held.parent
+        return lease
+
+    def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = ()) -> Inserted:
+        """Stores a prefix; the tree takes over the blocks of what it did not know and marks all of it as used now.
+
+        A leaf that nobody leases grows in place, and its partly filled last block gives way to the longer one. What is
+        leased stays as it is: the longer one is then stored beside it.
+
+        Args:
+            tokens: see `token_key`.
+            blocks: ceil(num_tokens / block_size) block ids in token order; the last may be partly filled. Not changed.
+            namespace: where to store.
+
+        Returns:
+            Who owns which block now, see `Inserted`.
+
+        Raises:
+            ValueError: for another number of blocks.
+        """
+        key = token_key(tokens)
+        num_blocks = -(-len(key) // self._block_bytes)
+        if len(blocks) != num_blocks:
+            raise ValueError(f"insert: {len(key) // TOKEN_BYTES} tokens fill {num_blocks} blocks of {self.block_size}, got {len(blocks)}")
+        self._take_returned()
+        if not key:
+            return Inserted([], 0, [])
+        root_key = namespace_key(namespace)
+        root = self._roots.get(root_key)
+        if root is None:
+            root = self._roots[root_key] = Root(root_key)
+        node, start, matched = walk(root, key, len(key), self._block_bytes)
+        known = start + matched
+        if known == len(key):
+            node = self._cut(node, matched)
+            self.queue.touch(node)
+            return Inserted(node.path_blocks(), num_blocks, [])
+        first_adopted = known // self._block_bytes
+        adopted = list(blocks[first_adopted:])
+        replaced: list[int] = []
+        if matched == len(node.edge) and not node.locks and not node.children:
+            replaced = self._grow(node, key[known:], adopted)
+        else:
+            node = self._branch(node, first_adopted * self._block_bytes - start)
+            node = self._add_leaf(node, key[first_adopted * self._block_bytes :], adopted)
+        self._version += 1
+        self._num_blocks += len(adopted) - len(replaced)
+        return Inserted(node.path_blocks(), first_adopted, replaced)
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Gives up blocks, from the end of the least recently used leaf backwards, then of the next; never leased ones.
+
+        Args:
+            num_blocks: how many are wanted.
+
+        Returns:
+            The ids given up, num_blocks of them or all that could be; the caller drops the tree's references.
+        """
+        num_bytes = self._num_bytes
+        given_up = self._give_up(num_blocks)
+        self.evicted_tokens += (num_bytes - self._num_bytes) // TOKEN_BYTES
+        return given_up
+
+    def clear(self) -> list[int]:
+        """Gives up everything that is not leased and returns the ids, as `evict` does; not counted as evicted."""
+        return self._give_up(self._num_blocks)
+
+    def blocks(self) -> list[int]:
+        """All ids that the tree holds, in no particular order."""
+        return [block for node in self.nodes() for block in node.blocks]
+
+    def nodes(self) -> list[Node]:
+        """All nodes with the roots, each after its parent; for looking at, not for changing."""
+        found: list[Node] = list(self._roots.values())
+        for node in found:
+            found += node.children.values()
+        return found
+
+    def check(self) -> None:
+        """Walks everything and recomputes every counter. Raises AssertionError with a sentence on any violation."""
+        check_tree(self)
+
+    def _cut(self, node: Node, num_bytes: int) -> Node:
+        """Makes a node end with the block that holds its first num_bytes; returns the node that does."""
+        num_blocks = -(-num_bytes // self._block_bytes)
+        return node if num_blocks == len(node.blocks) else self._split(node, num_blocks)
+
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        self._version += 1
+        return node.split(num_blocks, self._block_bytes)
+
+    def _branch(self, node: Node, num_bytes: int) -> Node:
+        """The node that ends after the first num_bytes (whole blocks) of a node: itself, its parent, or made by a split."""
+        if num_bytes == len(node.edge):
+            return node
+        if num_bytes:
+            return self._split(node, num_bytes // self._block_bytes)
+        assert node.parent is not None
+        return node.parent
+
+    def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
+        self.queue.discard(parent)
+        leaf = Node(edge, blocks, parent)
+        parent.add_child(edge[: self._block_bytes], leaf)
+        self._num_bytes += len(edge)
+        self.queue.add(leaf)
+        return leaf
+
+    def _grow(self, leaf: Node, new: bytes, blocks: list[int]) -> list[int]:
+        """Appends to an unlocked leaf. Blocks start with the one that holds the first new token; returns the one it replaces."""
+        assert leaf.parent is not None
+        old_key = leaf.edge[: self._block_bytes]
+        num_full = len(leaf.edge) // self._block_bytes
+        replaced = leaf.blocks[num_full:]
+        leaf.edge += new
+        leaf.blocks[num_full:] = blocks
+        if len(old_key) < self._block_bytes:
+            leaf.parent.remove_child(old_key)
+            leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
+        self._num_bytes += len(new)
+        self.queue.touch(leaf)
+        return replaced
+
+    def _give_up(self, num_blocks: int) -> list[int]:
+        self._take_returned()
+        given_up: list[int] = []
+        while len(given_up) < num_blocks and (victim := self.queue.first()) is not None:
+            num_kept = max(0, len(victim.blocks) - (num_blocks - len(given_up)))
+            given_up += reversed(victim.blocks[num_kept:])
+            if num_kept:
+                self._num_bytes -= len(victim.edge) - num_kept * self._block_bytes
+                victim.edge = victim.edge[: num_kept * self._block_bytes]
+                del victim.blocks[num_kept:]
+            else:
+                self._remove_leaf(victim)
+        if given_up:
+            self._version += 1
+            self._num_blocks -= len(given_up)
+        return given_up
+
+    def _remove_leaf(self, leaf: Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        self.queue.discard(leaf)
+        self._num_bytes -= len(leaf.edge)
+        parent.remove_child(leaf.edge[: self._block_bytes])
+        leaf.parent = None
+        # Whoever used the leaf used all above it.
+        parent.stamp = max(parent.stamp, leaf.stamp)
+        if parent.children:
+            return
+        if isinstance(parent, Root):
+            del self._roots[parent.namespace_key]
+        elif not parent.locks:
+            self.queue.expose(parent)
+
+    def _take_returned(self) -> None:
+        """Takes in the leases that were released or dropped since the last operation."""
+        while self.returned:
+            node = self.returned.popleft()
+            self._num_leases -= 1
+            self.queue.touch(node)
+            if node.locks == 1 and not node.children:
+                self.queue.add(node)
+            held: Node | None = node
+            while held is not None:
+                held.locks -= 1
+                if held.locks:
+                    break
+                self._num_leased -= len(held.blocks)
+                held = held.parent
