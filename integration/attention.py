@@ -1,0 +1,73 @@
+"""The attention function that transformers calls in a packed forward, and the switch that selects it for just that forward."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from radixkv.attention import Step
+
+STEP_ARGUMENT = "radixkv_step"  # the keyword under which a packed forward hands its step down to attention
+
+
+@contextmanager
+def packed_attention(config: PretrainedConfig) -> Iterator[None]:
+    """Let every layer that reads `config` use the pool's attention inside this block.
+
+    The switch lasts for one forward, so that whatever else a model does runs on the implementation it had. A forward of another thread or
+    model that reads the same config meanwhile carries no step, and gets what the switch replaced.
+    """
+    replaced = config._attn_implementation_internal
+    config._attn_implementation_internal = _register_over(replaced)
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = replaced
+
+
+def _register_over(replaced: str) -> str:
+    """The name of pool attention in place of the implementation `replaced`, registered when first asked for."""
+    # transformers tests names for "sdpa", "flash", "flex", "paged" and "/" as substrings: hexadecimal can hold none of them.
+    name = f"radixkv_{replaced.encode().hex()}"
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[replaced])
+        AttentionInterface.register(name, _attention_over(replaced))
+    return name
+
+
+def _attention_over(replaced: str) -> Callable:
+    def pool_attention(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        step: Step | None = kwargs.get(STEP_ARGUMENT)
+        if step is None:
+            return _stock_attention(module, replaced)(module, query, key, value, attention_mask, **kwargs)
+        scale = kwargs.get("scaling")
+        out = step.attend(
+            module.layer_idx,
+            query[0].transpose(0, 1),  # [1, num_heads, T, head_dim] to [T, num_heads, head_dim]
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            sliding_window=kwargs.get("sliding_window"),
+            softcap=kwargs.get("softcap"),
+        )
+        return out[None], None
+
+    return pool_attention
+
+
+def _stock_attention(module: torch.nn.Module, name: str) -> Callable:
+    if name == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]

@@ -1,0 +1,119 @@
+"""`model.radixkv`: a `PrefixCache` that follows one model's weights and takes what transformers returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from radixkv.attention import Backend, resolve_backend
+from radixkv.cache import PrefixCache
+from radixkv.integration.families import ModelShape, model_shape
+from radixkv.integration.hf_cache import GenerationCache
+from radixkv.pool import BlockPool, default_num_blocks
+
+
+class ModelCache(PrefixCache):
+    """The prefix cache of one patched model.
+
+    Args:
+        shape: the model's attention, device and type.
+        num_blocks, block_size, backend, namespace: as `radixkv.patch_model` takes them.
+    """
+
+    def __init__(self, shape: ModelShape, *, num_blocks: int | None, block_size: int, backend: str, namespace: tuple):
+        name = resolve_backend(backend, shape.device)
+        if num_blocks is None:
+            bytes_per_block = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * block_size
+            num_blocks = default_num_blocks(shape.device, bytes_per_block, block_size)
+        pool = _make_pool(shape, num_blocks, block_size)
+        super().__init__(pool, Backend(name, num_heads=shape.num_heads, pool=pool), namespace)
+        self.shape = shape
+        self._weights: int | None = None
+
+    def follow(self, model: PreTrainedModel) -> None:
+        """See whether the model's weights, type or device changed since the last call; if so, serve nothing that was computed before."""
+        with self.lock:
+            if (model.dtype, model.device) != (self.shape.dtype, self.shape.device):
+                shape = model_shape(model)
+                pool = _make_pool(shape, self.pool.num_blocks, self.pool.block_size)
+                self.replace_pool(pool, Backend(resolve_backend(self.backend.name, shape.device), num_heads=shape.num_heads, pool=pool))
+                self.shape = shape
+            weights = _weights_stamp(model)
+            if self._weights not in (None, weights):
+                self.invalidate()
+            self._weights = weights
+
+    def insert(self, output: Any, cache: Cache | None = None) -> None:
+        """Store K/V for later prompts: of an output of `generate()`, or of a cache that transformers filled.
+
+        Args:
+            output: what `generate(prefix_cache=..., return_dict_in_generate=True)` returned; it is spent by this. One that was stored
+                already is left alone. Or, with `cache`, token ids [n] or [rows, n] without padding: list, numpy or torch integers.
+            cache: the `DynamicCache` that holds the K/V of those tokens, or of their first ones.
+
+        Raises:
+            TypeError: output is neither. ValueError: the cache does not fit the model or the tokens. OutOfBlocks: no room.
+        """
+        if cache is not None:
+            self._insert_dynamic(output, cache)
+            return
+        # The output's field was renamed with the argument, see hf_cache.cache_argument.
+        held = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
+        if not isinstance(held, GenerationCache):
+            raise TypeError(
+                "insert: expected what generate() of a patched model returns with return_dict_in_generate=True, got "
+                f"{type(output).__name__} without such a cache; to store a cache of transformers' own, call insert(token_ids, cache)"
+            )
+        if held.prefix_cache is not self:
+            raise ValueError("insert: this output is of another model: insert it through that model's handle")
+        if held.batch is not None:
+            self.store(held.batch)
+
+    def _insert_dynamic(self, token_ids: Any, cache: Cache) -> None:
+        ids = np.atleast_2d(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids))
+        num_stored = int(cache.get_seq_length())
+        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        expected = (len(ids), self.shape.num_kv_heads, num_stored, self.shape.head_dim)
+        if num_stored > ids.shape[1]:
+            raise ValueError(f"insert: the cache holds {num_stored} tokens, token_ids only {ids.shape[1]}")
+        if len(layers) != self.shape.num_layers or any(tuple(tensor.shape) != expected for layer in layers for tensor in layer):
+            found = sorted({tuple(tensor.shape) for layer in layers for tensor in layer})
+            raise ValueError(f"insert: expected {self.shape.num_layers} layers of K and V {list(expected)}, got {len(layers)} of {found}")
+        if any((t.dtype, t.device) != (self.shape.dtype, self.shape.device) for layer in layers for t in layer):
+            raise ValueError(f"insert: the cache must be {self.shape.dtype} on {self.shape.device}")
+        for row, row_ids in enumerate(ids[:, :num_stored]):
+            keys, values = ([tensor[row].transpose(0, 1) for tensor in column] for column in zip(*layers, strict=True))
+            self.insert_computed(row_ids, keys, values)
+
+    def __deepcopy__(self, memo: dict) -> ModelCache:
+        # A copy of a model may go its own way, so its cache starts empty.
+        return type(self)(
+            self.shape,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.pool.block_size,
+            backend=self.backend.name,
+            namespace=self.namespace,
+        )
+
+
+def _make_pool(shape: ModelShape, num_blocks: int, block_size: int) -> BlockPool:
+    return BlockPool(
+        num_blocks,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        block_size=block_size,
+        dtype=shape.dtype,
+        device=shape.device,
+    )
+
+
+def _weights_stamp(model: torch.nn.Module) -> int:
+    """A number that changes with every in-place write to a parameter and every replaced one."""
+    return hash(
+        tuple((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in model.parameters())
+    )

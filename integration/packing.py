@@ -1,0 +1,108 @@
+"""A padded batch as generate() sends it, packed into the rows that must be computed, and its logits put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from radixkv.attention import Step
+from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
+from radixkv.integration.hf_cache import GenerationCache, StepCache
+
+
+def packed_forward(
+    model: torch.nn.Module, call: Callable[..., Any], cache: GenerationCache, argument: str, lease: Any, inputs: dict[str, Any]
+) -> Any:
+    """Run one forward of generate() on the packed tokens alone.
+
+    Args:
+        model: the patched model. call: its class's own `__call__` or `forward`, bound.
+        cache: the rows; admitted by the first forward, one token longer after each later one.
+        argument: the name under which the model takes a cache.
+        lease: the prefix chosen by hand, or None to search. Read by the first forward.
+        inputs: the keyword arguments of the call: input_ids int64 [rows, columns], attention_mask [rows, all columns] or None,
+            logits_to_keep and what else generate() sends.
+
+    Returns:
+        The model's output with logits [rows, kept columns, vocabulary] and `cache` as its cache. Logits of pad columns, and of rows that
+        have finished, are never read by generate() and hold no meaning (they are finite).
+    """
+    input_ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
+    keep = inputs.pop("logits_to_keep", 0)
+    for name in ("position_ids", "cache_position", "inputs_embeds", argument):
+        inputs.pop(name, None)
+    if not isinstance(keep, int):
+        raise NotImplementedError("radixkv: logits_to_keep as a tensor is not supported in generate()")
+    num_rows, num_columns = input_ids.shape
+    keep = num_columns if keep == 0 else min(keep, num_columns)
+
+    def run(step: Step, logit_rows: torch.Tensor) -> Any:
+        return _run(model, call, step, argument, logit_rows, inputs)
+
+    if cache.batch is None:
+        output = _prompt(cache, input_ids, mask, keep, lease, run)
+        output.logits = output.logits.reshape(num_rows, keep, -1)
+    elif num_columns != 1:
+        raise NotImplementedError("radixkv: generate() sent several new tokens at once, which is not supported yet (assisted decoding)")
+    else:
+        output = _decode(cache, input_ids, run)
+    cache.num_columns += num_columns
+    output[argument] = cache
+    return output
+
+
+def _prompt(
+    cache: GenerationCache, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, lease: Any, run: Callable
+) -> Any:
+    ids = input_ids.cpu().numpy()
+    real = np.ones(ids.shape, dtype=bool) if mask is None else mask[:, -ids.shape[1] :].cpu().numpy() != 0
+    num_real = real.sum(1)
+    if not num_real.all():
+        raise ValueError(f"input_ids: row {int(num_real.argmin())} holds no token, its attention_mask is all zeros")
+    keys = [row[row_real].astype("<i4").tobytes() for row, row_real in zip(ids, real, strict=True)]
+    kept = real[:, -keep:]
+    cache.take(cache.prefix_cache.admit(keys, kept.sum(1).tolist(), lease))
+    with cache.prefix_cache.prompt_step(cache.batch) as step:
+        # The last real token of a row is its last packed row; a pad column takes the row's first, which is never read.
+        ends = np.array([*step.plan.starts[1:], step.plan.num_tokens])
+        back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
+        rows = np.where(kept, ends[:, None] - back, np.array(step.plan.starts)[:, None])
+        return run(step, torch.from_numpy(rows.reshape(-1)))
+
+
+def _decode(cache: GenerationCache, input_ids: torch.Tensor, run: Callable) -> Any:
+    num_rows = input_ids.shape[0]
+    tokens = input_ids[:, 0].tolist()
+    rows = list(range(num_rows)) if cache.finished is None else (~cache.finished).nonzero()[:, 0].tolist()
+    with cache.prefix_cache.decode_step(cache.batch, rows, [tokens[row] for row in rows]) as step:
+        output = run(step, torch.arange(len(rows)))
+    logits = output.logits[0]
+    if len(rows) < num_rows:
+        computed, logits = logits, logits.new_zeros(num_rows, logits.shape[-1])
+        logits[rows] = computed
+    output.logits = logits[:, None]
+    return output
+
+
+def _run(
+    model: torch.nn.Module, call: Callable, step: Step, argument: str, logit_rows: torch.Tensor, inputs: dict[str, Any]
+) -> Any:
+    plan = step.plan
+    device = plan.token_ids.device
+    step_cache = StepCache(step, step.pool.num_layers)
+    with packed_attention(model.config):
+        output = call(
+            input_ids=plan.token_ids[None],
+            position_ids=plan.positions[None],
+            # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
+            attention_mask=torch.empty(1, 1, 1, 1, device=device),
+            logits_to_keep=logit_rows.to(device),
+            **{argument: step_cache, STEP_ARGUMENT: step},
+            **inputs,
+        )
+    if step_cache.num_updates != step.pool.num_layers:
+        raise RuntimeError(f"radixkv: {step_cache.num_updates} of {step.pool.num_layers} layers stored their K/V: the model was changed")
+    return output

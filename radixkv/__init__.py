@@ -1,0 +1,64 @@
+"""radixkv: RadixAttention for Hugging Face models, over a paged K/V pool, a radix tree and Triton kernels.
+
+`radixkv.patch_model(model)` is the whole of everyday use. Importing the package touches no device and needs neither Triton nor
+transformers: those are imported by what uses them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from radixkv.cache import PrefixCache
+from radixkv.errors import OutOfBlocks
+from radixkv.pool import BlockPool
+from radixkv.stats import CacheStats
+from radixkv.tree import Lease, RadixTree
+
+__version__ = "0.1.0"
+__all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "PrefixCache", "RadixTree", "patch_model", "unpatch_model"]
+
+
+def patch_model(
+    model: Any, *, num_blocks: int | None = None, block_size: int = 64, backend: str = "auto", namespace: tuple = ()
+) -> Any:
+    """Give one model instance a prefix cache; `model.generate()` then computes only tokens it has never seen.
+
+    The instance is changed in place (its class becomes a subclass of the same name) and its handle stands at `model.radixkv`. No other
+    model is touched.
+
+    Args:
+        model: a transformers model of a supported class (now `Qwen2ForCausalLM`).
+        num_blocks: blocks in the K/V pool, each of `block_size` tokens of all layers. None takes, on CPU, a quarter of the available
+            memory but at most 65,536 tokens, and on a GPU half of the free memory.
+        block_size: tokens in a block, a power of two of at least 16.
+        backend: "triton", "torch", or "auto" (Triton on a CUDA or ROCm device, torch elsewhere; `model.radixkv.backend.name` says which).
+        namespace: a tuple that separates this model's prefixes from others' (a tenant, a salt); nothing crosses it.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        TypeError: the model's class is not supported.
+        ValueError: an argument is wrong, the model is already patched, or the backend cannot run on the model's device.
+        ImportError: transformers is not installed.
+    """
+    from radixkv.integration.patch import patch_model as patch
+
+    return patch(model, num_blocks=num_blocks, block_size=block_size, backend=backend, namespace=namespace)
+
+
+def unpatch_model(model: Any) -> Any:
+    """Take the prefix cache off a model, leaving the instance as `patch_model` found it.
+
+    Args:
+        model: a model that `patch_model` changed; changed back in place.
+
+    Returns:
+        The same `model`.
+
+    Raises:
+        ValueError: the model is not patched.
+    """
+    from radixkv.integration.patch import unpatch_model as unpatch
+
+    return unpatch(model)

@@ -1,0 +1,383 @@
+"""`PrefixCache`: the pool and the tree together, and the way of a sequence through them: admit, compute, store."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from radixkv.attention import Backend, Step
+from radixkv.errors import out_of_blocks
+from radixkv.plan import assemble, decode_tokens, prompt_tokens
+from radixkv.pool import BlockPool
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.stats import CacheStats, Counters
+from radixkv.tree import Lease, RadixTree, token_key
+
+
+class PrefixCache:
+    """Every token's K/V in a pool of blocks, found again by the longest cached prefix.
+
+    All methods may be called from several threads; a step holds the lock from planning to commit, so a block is never read before it is
+    written.
+
+    Args:
+        pool: where K/V lives; owned by this cache from now on.
+        backend: the attention functions that read and write the pool.
+        namespace: a tuple that every prefix of this cache carries.
+    """
+
+    def __init__(self, pool: BlockPool, backend: Backend, namespace: tuple = ()):
+        self.pool = pool
+        self.backend = backend
+        self.namespace = tuple(namespace)
+        self.tree = RadixTree(pool.block_size)
+        self.lock = threading.RLock()
+        # Batches whose owner died come back through this queue: a finalizer may run in the middle of any operation, so it only appends.
+        self.returned: deque[Batch] = deque()
+        self._live: set[Batch] = set()
+        self._counters = Counters()
+        self._weights_version = 0
+
+    # What a user calls ----------------------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, token_ids, namespace: tuple = ()) -> Lease:
+        """Hold the longest cached prefix of a prompt.
+
+        Args:
+            token_ids: [n] token ids: list, tuple, numpy or torch integers.
+            namespace: what to add to this cache's namespace.
+
+        Returns:
+            A lease of `.length` tokens (0 is fine) to pass as `generate(prefix_cache=...)`. The blocks stay until it is released: by
+            `release()`, by the end of a `with` block, when an output that used it is inserted or dropped, or when it is dropped itself.
+
+        Raises:
+            ValueError: token_ids is not a flat run of token ids.
+        """
+        key = token_key(token_ids)
+        with self.lock:
+            self._collect()
+            return self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)))
+
+    def stats(self) -> CacheStats:
+        """A snapshot of the counters and of the pool."""
+        with self.lock:
+            self._collect()
+            counters, evictable = self._counters, self.tree.num_evictable_blocks
+            return CacheStats(
+                requests=counters.requests,
+                hits=counters.hits,
+                misses=counters.requests - counters.hits,
+                prompt_tokens=counters.prompt_tokens,
+                cached_tokens=counters.cached_tokens,
+                computed_tokens=counters.computed_tokens,
+                stock_calls=counters.stock_calls,
+                evicted_tokens=self.tree.evicted_tokens - counters.evicted_before,
+                blocks_free=self.pool.num_free,
+                blocks_cached=evictable,
+                blocks_leased=self.pool.num_blocks - self.pool.num_free - evictable,
+            )
+
+    def reset_stats(self) -> None:
+        """Set all counters to zero; what is cached stays."""
+        with self.lock:
+            self._counters = Counters(evicted_before=self.tree.evicted_tokens)
+
+    def clear(self) -> None:
+        """Drop every cached prefix that nobody holds."""
+        with self.lock:
+            self._collect()
+            evicted = self.tree.evicted_tokens
+            self.pool.release(self.tree.clear())
+            self._counters.evicted_before += self.tree.evicted_tokens - evicted
+
+    def check(self) -> None:
+        """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.
+
+        Raises:
+            AssertionError: an invariant does not hold; the message says which.
+        """
+        with self.lock:
+            self._collect()
+            self.tree.check()
+            rows = [sequence for batch in self._live for sequence in batch.sequences]
+            self.pool.check(self.tree.blocks(), *(row.blocks[row.num_leased :] for row in rows))
+
+    # What the integration calls -------------------------------------------------------------------------------------------------------
+
+    def full_namespace(self, namespace: tuple = ()) -> tuple:
+        """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
+        return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
+
+    def invalidate(self) -> None:
+        """The model's weights changed: nothing cached so far is served again, and what nobody holds is dropped."""
+        with self.lock:
+            self._weights_version += 1
+            self.clear()
+
+    def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
+        """Start over, empty, on another pool.
+
+        Raises:
+            RuntimeError: sequences are running or outputs are held; nothing is changed.
+        """
+        with self.lock:
+            self._collect()
+            if self._live:
+                raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
+            self.pool, self.backend, self.tree = pool, backend, RadixTree(pool.block_size)
+            self._counters.evicted_before = 0
+
+    def count_stock_call(self) -> None:
+        with self.lock:
+            self._counters.stock_calls += 1
+
+    def require_usable(self, lease: Lease) -> None:
+        """Raise ValueError unless `lease` is a live lease of this cache in its present namespace."""
+        if not isinstance(lease, Lease):
+            raise ValueError(f"prefix_cache must be a Lease from model.radixkv.match_prefix(), got {type(lease).__name__}")
+        if lease.tree is not self.tree:
+            raise ValueError("prefix_cache is a lease of another model's cache: call match_prefix() on this model's own handle")
+        if lease.released:
+            raise ValueError("prefix_cache was already released: call match_prefix() again, or keep the lease open in a `with` block")
+        if lease.namespace != self.full_namespace():
+            raise ValueError(
+                f"prefix_cache is of namespace {lease.namespace}, this call is in {self.full_namespace()}: "
+                "match the prefix in the namespace and with the weights that generate() uses"
+            )
+
+    def admit(self, keys: Seq[bytes], num_logits: Seq[int], lease: Lease | None = None, *, counted: bool = True) -> Batch:
+        """Find what is known of each prompt, in the tree and in the other rows, and give every row its blocks.
+
+        Args:
+            keys: N prompts, int32 little-endian, none empty.
+            num_logits: per prompt, how many of its last tokens must be computed because their logits are asked for (at least 1 always is).
+            lease: use exactly this prefix for every row, in place of a search.
+            counted: whether the rows count as requests.
+
+        Returns:
+            The batch; its next step is `prompt_step`. On an exception nothing is held.
+
+        Raises:
+            ValueError: a row does not begin with the lease's tokens.
+            OutOfBlocks: the pool cannot hold the rows.
+        """
+        with self.lock:
+            self._collect()
+            namespace = self.full_namespace() if lease is None else lease.namespace
+            batch = Batch([Sequence(bytearray(key)) for key in keys], namespace, counted=counted)
+            self._live.add(batch)
+            try:
+                order = sorted(range(len(keys)), key=keys.__getitem__)
+                limits = [len(key) // TOKEN_BYTES - max(1, kept) for key, kept in zip(keys, num_logits, strict=True)]
+                for row, sequence in enumerate(batch.sequences):
+                    self._match(sequence, row, limits[row], batch.namespace, lease)
+                # In sorted order the best batch-mate of a row is the one before it.
+                for mate, row in zip([None, *order], order, strict=False):
+                    self._share(batch.sequences, row, mate, limits[row])
+                self._give_blocks(batch.sequences, order)
+            except BaseException:
+                self._discard(batch)
+                raise
+            if lease is not None:
+                batch.lent = lease
+                lease.lend()
+            if counted:
+                self._count_requests(batch)
+            return batch
+
+    @contextmanager
+    def prompt_step(self, batch: Batch) -> Iterator[Step]:
+        """The first step of a batch: compute what no row could reuse. Leaving the block normally commits it as stored."""
+        with self.lock:
+            yield from self._step(batch, "prefill", batch.sequences)
+
+    @contextmanager
+    def decode_step(self, batch: Batch, rows: Seq[int], token_ids: Seq[int]) -> Iterator[Step]:
+        """Append one token to each of `rows` and compute it. Leaving the block normally commits it as stored.
+
+        Raises:
+            OutOfBlocks: a row needs a block and none can be had; what the rows stored before stays.
+        """
+        with self.lock:
+            self._collect()
+            sequences = [batch.sequences[row] for row in rows]
+            full = [sequence for sequence in sequences if sequence.num_tokens == len(sequence.blocks) * self.pool.block_size]
+            for sequence, block in zip(full, self._allocate(len(full)), strict=True):
+                sequence.blocks.append(block)
+            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
+                sequence.key += key.tobytes()
+            yield from self._step(batch, "decode", sequences)
+
+    def store(self, batch: Batch) -> None:
+        """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone."""
+        with self.lock:
+            if batch.closed:
+                return
+            if batch.namespace[0] != self.full_namespace()[0]:  # computed with weights that have changed since
+                self._discard(batch)
+                return
+            for sequence in batch.sequences:
+                self._insert(sequence, batch.namespace)
+            self._discard(batch)
+
+    def discard(self, batch: Batch) -> None:
+        """Let go of everything the batch's rows hold, storing nothing. A closed batch is left alone."""
+        with self.lock:
+            self._discard(batch)
+
+    def insert_computed(self, token_ids, keys: Seq[torch.Tensor], values: Seq[torch.Tensor]) -> None:
+        """Store K/V that somebody else computed.
+
+        Args:
+            token_ids: [n] token ids.
+            keys, values: per layer [n, num_kv_heads, head_dim], rotated as the model's attention wants them.
+
+        Raises:
+            OutOfBlocks: the pool cannot hold them.
+        """
+        key = token_key(token_ids)
+        batch = self.admit([key], [1], counted=False)
+        try:
+            with self.prompt_step(batch) as step:
+                first = batch.sequences[0].hit_len
+                for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
+                    step.store(layer, k[first:], v[first:])
+        except BaseException:
+            self.discard(batch)
+            raise
+        self.store(batch)
+
+    # Inside, under the lock -----------------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        while self.returned:
+            self._discard(self.returned.popleft())
+
+    def _match(self, sequence: Sequence, row: int, limit: int, namespace: tuple, lease: Lease | None) -> None:
+        if lease is None:
+            sequence.lease = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), namespace, limit))
+        elif not sequence.key.startswith(lease.tokens):
+            raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
+        else:
+            sequence.lease = lease.clone()
+        sequence.cached_len = sequence.hit_len = min(sequence.lease.length, limit)
+        sequence.num_leased = sequence.first_private = sequence.cached_len // self.pool.block_size
+        sequence.blocks = list(sequence.lease.blocks[: sequence.num_leased])
+
+    def _share(self, sequences: list[Sequence], row: int, mate: int | None, limit: int) -> None:
+        """Note which of a row's tokens, beyond the cached ones, earlier rows of this batch compute."""
+        sequence = sequences[row]
+        if mate is None:
+            return
+        other = sequences[mate]
+        common = min(_common_tokens(sequence.key, other.key), limit)
+        if common <= sequence.hit_len:
+            return
+        runs = [*other.shared_runs, SharedRun(other.hit_len, other.num_tokens, mate)]
+        sequence.shared_runs = [
+            SharedRun(max(run.start, sequence.cached_len), min(run.end, common), run.row)
+            for run in runs
+            if run.start < common and run.end > sequence.cached_len
+        ]
+        sequence.hit_len = common
+        sequence.first_private = common // self.pool.block_size
+
+    def _give_blocks(self, sequences: list[Sequence], order: list[int]) -> None:
+        """Complete the block tables: blocks shared with the row before, then new ones, the live part of a cached block copied first."""
+        block_size = self.pool.block_size
+        needed = [-(-sequence.num_tokens // block_size) - sequence.first_private for sequence in sequences]
+        fresh = iter(self._allocate(sum(needed)))
+        copies: list[tuple[int, int, int]] = []
+        before: Sequence | None = None
+        for row in order:
+            sequence = sequences[row]
+            if sequence.first_private > sequence.num_leased:
+                assert before is not None
+                shared = before.blocks[sequence.num_leased : sequence.first_private]
+                self.pool.retain(shared)
+                sequence.blocks += shared
+            sequence.blocks += [next(fresh) for _ in range(needed[row])]
+            partial = sequence.cached_len % block_size
+            if partial and sequence.first_private == sequence.num_leased:
+                assert sequence.lease is not None
+                copies.append((sequence.lease.blocks[sequence.num_leased], sequence.blocks[sequence.num_leased], partial))
+            before = sequence
+        if copies:
+            src, dst, counts = (torch.tensor(column) for column in zip(*copies, strict=True))
+            device = self.pool.device
+            self.backend.copy_blocks(self.pool.pools, src.to(device), dst.to(device), counts.to(device, torch.int32))
+
+    def _step(self, batch: Batch, phase, sequences: list[Sequence]) -> Iterator[Step]:
+        if batch.closed:
+            raise RuntimeError("this batch was already stored or dropped: start a new generate()")
+        tokens = prompt_tokens if phase == "prefill" else decode_tokens
+        arrays = tokens(sequences, self.pool.block_size)
+        plan = assemble(phase, sequences, arrays, self.backend.build_work, self.pool.device)
+        yield Step(self.pool, self.backend, plan)
+        for sequence in sequences:
+            sequence.num_stored = sequence.num_tokens
+        if batch.counted:
+            self._counters.computed_tokens += plan.num_tokens
+
+    def _allocate(self, num_blocks: int) -> list[int]:
+        short = num_blocks - self.pool.num_free
+        if short > 0:
+            evictable = self.tree.num_evictable_blocks
+            if short > evictable:
+                free, block_size = self.pool.num_free, self.pool.block_size
+                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable)
+            self.pool.release(self.tree.evict(short))
+        return self.pool.allocate(num_blocks)
+
+    def _insert(self, sequence: Sequence, namespace: tuple) -> None:
+        """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
+        if sequence.num_stored == 0:
+            return
+        if sequence.lease is not None:  # first, so that a leaf nobody else holds can grow in place
+            sequence.lease.release()
+            sequence.lease = None
+        num_blocks = -(-sequence.num_stored // self.pool.block_size)
+        key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
+        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace)
+        own = range(sequence.num_leased, len(sequence.blocks))
+        unused = [sequence.blocks[i] for i in own if i < inserted.first_adopted or i >= num_blocks]
+        sequence.blocks, sequence.num_leased = inserted.blocks, num_blocks
+        self.pool.release(unused)
+        self.pool.release(inserted.replaced)
+
+    def _discard(self, batch: Batch) -> None:
+        if batch.closed:
+            return
+        batch.closed = True
+        self._live.discard(batch)
+        for sequence in batch.sequences:
+            self.pool.release(sequence.blocks[sequence.num_leased :])
+            if sequence.lease is not None:
+                sequence.lease.release()
+                sequence.lease = None
+        if batch.lent is not None:
+            batch.lent.give_back()
+
+    def _count_requests(self, batch: Batch) -> None:
+        counters = self._counters
+        for sequence in batch.sequences:
+            counters.requests += 1
+            counters.hits += 2 * sequence.hit_len >= sequence.num_tokens
+            counters.prompt_tokens += sequence.num_tokens
+            counters.cached_tokens += sequence.hit_len
+
+
+def _common_tokens(a: bytearray, b: bytearray) -> int:
+    """How many leading tokens two keys share."""
+    n = min(len(a), len(b)) // TOKEN_BYTES
+    if a[: n * TOKEN_BYTES] == b[: n * TOKEN_BYTES]:
+        return n
+    differs = np.frombuffer(a, dtype="<i4", count=n) != np.frombuffer(b, dtype="<i4", count=n)
+    return int(differs.argmax())

@@ -1,0 +1,62 @@
+"""`Sequence`, one row being generated, and `Batch`, the rows of one generate() call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixkv.tree import Lease
+
+TOKEN_BYTES = 4  # a token id in a key: int32, little-endian
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Positions [start, end) of a row whose K/V another row of the same step computes, at the same positions."""
+
+    start: int
+    end: int
+    row: int
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One row being generated: its tokens, its block table, and how much of it is stored.
+
+    The block table has three parts: blocks[:num_leased] belong to the tree and are held by `lease`; blocks[num_leased:first_private] are
+    full blocks shared with earlier rows of the batch, one reference each; blocks[first_private:] are written by this row alone.
+
+    Attributes:
+        key: all known tokens, int32 little-endian. num_stored: tokens whose K/V are written in the row's blocks.
+        cached_len: leading tokens found in the tree. hit_len: leading tokens that the row need not compute: those, and what earlier rows of
+            the batch compute. shared_runs: who computes the tokens in between.
+    """
+
+    key: bytearray
+    lease: Lease | None = None
+    blocks: list[int] = field(default_factory=list)
+    num_leased: int = 0
+    first_private: int = 0
+    num_stored: int = 0
+    cached_len: int = 0
+    hit_len: int = 0
+    shared_runs: list[SharedRun] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.key) // TOKEN_BYTES
+
+
+@dataclass(eq=False)
+class Batch:
+    """The rows of one generate() call, from admission until they are stored or discarded.
+
+    Attributes:
+        namespace: the full one in which the rows were matched. counted: whether the statistics see the rows. lent: the caller's lease, when
+            the prefix was chosen by hand. closed: stored or discarded; nothing is held any more.
+    """
+
+    sequences: list[Sequence]
+    namespace: tuple
+    counted: bool = True
+    lent: Lease | None = None
+    closed: bool = False
