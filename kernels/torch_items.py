@@ -1,0 +1,203 @@
+"""What the torch kernels attend to in one step: items of (query rows, a range of keys), made on the host once per step.
+
+Each run of blocks that several sequences share is one item for all their rows; what is left of a sequence is its own item, or part of one
+that takes several single-token sequences. Rows with more than one item merge by their LSE, in list order.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from os.path import commonprefix
+
+import torch
+from torch import Tensor
+
+from radixkv.kernels.work import Work
+
+# Single-token sequences share a gather up to this size per pool, so that it is still in a cache when it is used.
+GATHER_BYTES = 3 << 19
+# An item with a mask has at most so many queries, so that its mask, and its scores where they are materialised, stay small.
+MASKED_QUERIES = 256
+# A shared run is an item of its own if that spares gathering so many tokens; below that, the merge costs more.
+SHARED_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Item:
+    """Query rows and the range of keys that they attend to in one call.
+
+    Attributes:
+        rows: the rows of query: one per sequence, or all of the only sequence.
+        num_rows: how many they are.
+        num_seqs: sequences gathered; 1 for rows that share all keys.
+        gather: int64 `[num_seqs * num_kv_heads * num_blocks]`, rows of a pool seen as `[num_blocks * num_kv_heads, block_size * head_dim]`.
+        first_key, end_key: which of the gathered keys take part.
+        merge: whether the rows hold the result over other keys already.
+        causal: whether row i sees only the keys up to first_key + i.
+        mask: added to the scores, 0 or -inf, `[num_seqs, 1, 1, num_keys]` or `[1, 1, num_rows, num_keys]`.
+        dead: rows of the gathered keys, seen as `[num_seqs * num_kv_heads * num_gathered_keys, head_dim]`, that no query sees and that
+            the mask alone would not keep out, since 0 * NaN is NaN.
+    """
+
+    rows: slice | Tensor
+    num_rows: int
+    num_seqs: int
+    gather: Tensor
+    first_key: int
+    end_key: int
+    merge: bool = False
+    causal: bool = False
+    mask: Tensor | None = None
+    dead: Tensor | None = None
+
+
+class ItemBuilder:
+    """Builds the items of one step.
+
+    Args:
+        work: lengths and block ids of the step.
+        num_kv_heads, block_size, block_bytes: of one layer's pool; block_bytes counts one block of K as it is computed with.
+        window: keys that a query sees, its own included; None for all.
+        causal_calls: whether items may be causal; otherwise their masks say so.
+        dtype, device: of the masks, that is, of what is computed with.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        num_kv_heads: int,
+        block_size: int,
+        block_bytes: int,
+        window: int | None,
+        causal_calls: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.tables = [ids.tolist() for ids in work.block_ids]
+        self.query_lens, self.seq_lens = work.query_lens, work.seq_lens
+        self.starts = [0, *accumulate(work.query_lens)]
+        self.num_kv_heads, self.block_size, self.block_bytes = num_kv_heads, block_size, block_bytes
+        self.window, self.causal_calls = window, causal_calls
+        self.dtype, self.device = dtype, device
+        # Blocks of each sequence that its earlier items cover.
+        self.covered = [0] * len(self.seq_lens)
+        self.causal_masks: dict[tuple[int, int, int], Tensor] = {}
+
+    def build(self) -> list[Item]:
+        """Return the items of all rows that see a key."""
+        items = list(self._shared_runs()) if self.window is None else []
+        seqs = [seq for seq, (new, total) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)) if new and total]
+        for seq in seqs:
+            if self.query_lens[seq] > 1:
+                items += self._prompt(seq)
+        return items + list(self._single_rows([seq for seq in seqs if self.query_lens[seq] == 1]))
+
+    def _shared_runs(self) -> Iterator[Item]:
+        """Walk the sequences' common beginnings as a trie, from the root; yield the runs of whole stored blocks that are worth an item."""
+        size = self.block_size
+        stored = [table[: (total - new) // size] for table, new, total in zip(self.tables, self.query_lens, self.seq_lens, strict=True)]
+        pending = [([seq for seq, new in enumerate(self.query_lens) if new], 0)]
+        while pending:
+            seqs, depth = pending.pop()
+            branches = defaultdict(list)
+            for seq in seqs:
+                if len(stored[seq]) > depth:
+                    branches[stored[seq][depth]].append(seq)
+            for branch in branches.values():
+                if len(branch) == 1:
+                    continue
+                end = len(commonprefix([stored[seq] for seq in branch]))
+                start = self.covered[branch[0]]
+                if (end - start) * size * (len(branch) - 1) >= SHARED_TOKENS:
+                    rows = [row for seq in branch for row in range(self.starts[seq], self.starts[seq + 1])]
+                    yield self._range(rows, branch[0], start * size, end * size, merge=start > 0)
+                    for seq in branch:
+                        self.covered[seq] = end
+                pending.append((branch, end))
+
+    def _prompt(self, seq: int) -> Iterator[Item]:
+        """Yield the items of one sequence with several new tokens."""
+        rows = range(self.starts[seq], self.starts[seq + 1])
+        total = self.seq_lens[seq]
+        first_new, covered = total - len(rows), self.covered[seq] * self.block_size
+        if self.causal_calls and self.window is None and (covered == first_new or len(rows) > MASKED_QUERIES):
+            if covered < first_new:
+                yield self._range(rows, seq, covered, first_new, merge=covered > 0)
+            yield self._range(rows, seq, first_new, total, merge=first_new > 0, causal=True)
+            return
+        for tile in range(0, len(rows), MASKED_QUERIES):
+            tile_rows = rows[tile : tile + MASKED_QUERIES]
+            first = first_new + tile
+            low = covered if self.window is None else max(0, first - self.window + 1)
+            end = first + len(tile_rows)
+            yield self._range(tile_rows, seq, low, end, merge=covered > 0, mask=self._causal_mask(len(tile_rows), end - low, first - low))
+
+    def _single_rows(self, seqs: list[int]) -> Iterator[Item]:
+        """Yield items of several sequences with one new token each, those of about as many blocks together."""
+        lows = [0 if self.window is None else max(0, total - self.window) for total in self.seq_lens]
+        tables = [table[max(self.covered[seq], lows[seq] // self.block_size) :] for seq, table in enumerate(self.tables)]
+        # One group is filled up to equal numbers of blocks, and its rows have or have not an earlier partial.
+        seqs = sorted(seqs, key=lambda seq: (self.covered[seq] > 0, -len(tables[seq])))
+        while seqs:
+            merge, most = self.covered[seqs[0]] > 0, len(tables[seqs[0]])
+            limit = max(1, GATHER_BYTES // (most * self.block_bytes))
+            group = [seq for seq in seqs[:limit] if (self.covered[seq] > 0) == merge and 2 * len(tables[seq]) >= most]
+            seqs = seqs[len(group) :]
+            skipped = [(len(self.tables[seq]) - len(tables[seq])) * self.block_size for seq in group]
+            spans = [(max(0, lows[seq] - skip), self.seq_lens[seq] - skip) for seq, skip in zip(group, skipped, strict=True)]
+            blocks = [tables[seq] + tables[seq][:1] * (most - len(tables[seq])) for seq in group]
+            yield self._group([self.starts[seq] for seq in group], blocks, spans, merge)
+
+    def _group(self, rows: list[int], tables: list[list[int]], spans: list[tuple[int, int]], merge: bool) -> Item:
+        """Make the item of one row per table, which sees the keys of its span of what its table holds."""
+        if all(span == spans[0] for span in spans):
+            return self._item(rows, tables, *spans[0], merge=merge)
+        num_keys = len(tables[0]) * self.block_size
+        # [num_seqs, num_keys]
+        keys, limits = torch.arange(num_keys), torch.tensor(spans)
+        unseen = (keys < limits[:, :1]) | (keys >= limits[:, 1:])
+        mask = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))[:, None, None]
+        dead = unseen[:, None].expand(-1, self.num_kv_heads, -1).flatten().nonzero()[:, 0]
+        return self._item(rows, tables, 0, num_keys, merge=merge, mask=mask.to(self.device), dead=dead.to(self.device))
+
+    def _range(
+        self, rows: Sequence[int], seq: int, low: int, end: int, *, merge: bool, causal: bool = False, mask: Tensor | None = None
+    ) -> Item:
+        """Make the item of rows that attend to the keys of one sequence from position low up to end."""
+        first_block, end_block = low // self.block_size, -(-end // self.block_size)
+        skipped = first_block * self.block_size
+        table = self.tables[seq][first_block:end_block]
+        return self._item(rows, [table], low - skipped, end - skipped, merge=merge, causal=causal, mask=mask)
+
+    def _item(
+        self,
+        rows: Sequence[int],
+        tables: list[list[int]],
+        first_key: int,
+        end_key: int,
+        *,
+        merge: bool,
+        causal: bool = False,
+        mask: Tensor | None = None,
+        dead: Tensor | None = None,
+    ) -> Item:
+        # [num_seqs, num_kv_heads, num_blocks]: heads outside blocks, so that a head's keys are one run in what is gathered.
+        gather = torch.tensor(tables)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)[:, None]
+        in_order = rows[-1] - rows[0] + 1 == len(rows) and all(row == rows[0] + i for i, row in enumerate(rows))
+        where = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=self.device)
+        return Item(where, len(rows), len(tables), gather.flatten().to(self.device), first_key, end_key, merge, causal, mask, dead)
+
+    def _causal_mask(self, num_rows: int, num_keys: int, first: int) -> Tensor:
+        """Return the mask `[1, 1, num_rows, num_keys]` of rows whose first sees the keys up to number first."""
+        shape = (num_rows, num_keys, first)
+        if shape not in self.causal_masks:
+            unseen = torch.ones((num_rows, num_keys), dtype=torch.bool).triu_(first + 1)
+            if self.window is not None:
+                unseen |= torch.ones_like(unseen).tril_(first - self.window)
+            mask = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))
+            self.causal_masks[shape] = mask[None, None].to(self.device)
+        return self.causal_masks[shape]

@@ -1,0 +1,237 @@
+"""Paged attention and K/V storage in plain PyTorch, made for CPUs: plan -> attend -> merge.
+
+The first layer of a step turns the work list into items (see torch_items.py) and keeps them in plan.scratch. An item gathers its blocks
+into one run of keys and attends in one call; rows with more than one item merge by their LSE. The query heads of a group are a broadcast
+axis or part of the query axis, so that K and V are never repeated in memory. What is gathered is computed with in fp32 (fp64 for fp64):
+torch's half precision attention on CPUs is several times slower in decode and its exponential costs the LSE four digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_store
+from radixkv.kernels.torch_items import Item, ItemBuilder
+from radixkv.kernels.work import Work, work_from_tensors
+
+# Attends without materialising scores and returns the LSE too, which torch.nn.functional.scaled_dot_product_attention keeps to itself.
+# It reads keys by their strides, so a broadcast axis costs no copy; it must not be given 0 keys, nor rows whose keys are all masked.
+_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, source_rows: Tensor | None = None) -> None:
+    """Write rows of new keys and values into their slots; arguments as in reference.store_kv."""
+    check_store("store_kv", k_pool, v_pool, key, value, slots, source_rows)
+    block_size = k_pool.shape[2]
+    if source_rows is not None:
+        key, value = key.index_select(0, source_rows), value.index_select(0, source_rows)
+    if slots.shape[0] == 1:
+        # Decode of one sequence, where the overhead of indexing by tensors is most of the cost.
+        slot = int(slots)
+        if slot >= 0:
+            k_pool[slot // block_size, :, slot % block_size] = key[0]
+            v_pool[slot // block_size, :, slot % block_size] = value[0]
+        return
+    if slots.shape[0] and int(slots.min()) < 0:
+        live = slots >= 0
+        slots, key, value = slots[live], key[live], value[live]
+    index = (slots // block_size, slots % block_size)
+    # [num_blocks, num_kv_heads, block_size, head_dim] -> [num_blocks, block_size, num_kv_heads, head_dim]
+    k_pool.transpose(1, 2).index_put_(index, key)
+    v_pool.transpose(1, 2).index_put_(index, value)
+
+
+def copy_blocks(pools: Sequence[tuple[Tensor, Tensor]], src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
+    """Copy the first num_tokens[i] slots of block src[i] to block dst[i], K and V of every layer; arguments as in reference.copy_blocks."""
+    check_copy("copy_blocks", pools, src, dst, num_tokens)
+    for source, target, count in zip(src.tolist(), dst.tolist(), num_tokens.tolist(), strict=True):
+        for pair in pools:
+            for pool in pair:
+                pool[target, :, :count] = pool[source, :, :count]
+
+
+def prefill_attention(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    plan: Work | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last query_len positions of each sequence over its paged keys and values.
+
+    Args:
+        query, k_pool, v_pool, block_table, cu_query_lens, seq_lens, scale, sliding_window, softcap, out, lse: as in
+            reference.prefill_attention.
+        plan: the step's work list, whose lengths and block ids are then used instead of the tensors; its scratch is filled.
+
+    Returns:
+        out, like query, and lse, natural log, in fp32 (fp64 for fp64). A row that sees no key has out 0 and lse -inf.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    arguments = (query, k_pool, v_pool, block_table, seq_lens, cu_query_lens, sliding_window, softcap)
+    items = _items("prefill_attention", *arguments, plan)
+    return _attend_items("prefill_attention", items, query, k_pool, v_pool, scale, softcap, out, lse)
+
+
+def decode_attention(
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    plan: Work | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last position of each sequence over its paged keys and values.
+
+    Args:
+        query: `[num_seqs, num_heads, head_dim]`.
+        k_pool, v_pool, block_table, seq_lens, scale, sliding_window, softcap, plan, out, lse: as in prefill_attention.
+
+    Returns:
+        out and lse as in prefill_attention.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+    """
+    arguments = (query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
+    items = _items("decode_attention", *arguments, plan)
+    return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, out, lse)
+
+
+def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Join attention outputs over disjoint sets of keys; arguments and result as in reference.merge_partials."""
+    check_partials("merge_partials", out, lse)
+    merged_lse = torch.logsumexp(lse, dim=0)
+    weights = torch.exp(lse - merged_lse.masked_fill(merged_lse == float("-inf"), 0.0))
+    return torch.einsum("pr,prd->rd", weights, out), merged_lse
+
+
+def _items(
+    function: str,
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    cu_query_lens: Tensor | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    plan: Work | None,
+) -> list[Item]:
+    """Return the step's items; the first call with arguments of these shapes checks them and builds the items."""
+    key = (function, query.shape, query.dtype, k_pool.shape, k_pool.dtype, v_pool.shape, sliding_window, softcap)
+    kept = {} if plan is None else plan.scratch.setdefault("torch_items", {})
+    if key in kept:
+        return kept[key]
+    shape = check_attention(function, query, k_pool, v_pool, block_table, seq_lens, cu_query_lens, sliding_window, softcap)
+    if plan is None:
+        plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch", tile_q=0, chunk=0)
+    if sum(plan.query_lens) != shape.num_tokens:
+        raise ValueError(f"{function}: plan must be for {shape.num_tokens} query tokens, got {sum(plan.query_lens)}")
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    builder = ItemBuilder(
+        plan,
+        num_kv_heads=shape.num_kv_heads,
+        block_size=shape.block_size,
+        block_bytes=shape.num_kv_heads * shape.block_size * shape.head_dim * compute_dtype.itemsize,
+        window=sliding_window,
+        causal_calls=_has_flash(query, softcap),
+        dtype=compute_dtype,
+        device=query.device,
+    )
+    kept[key] = builder.build()
+    return kept[key]
+
+
+def _has_flash(query: Tensor, softcap: float | None) -> bool:
+    return query.device.type == "cpu" and softcap is None
+
+
+def _attend_items(
+    function: str,
+    items: list[Item],
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    scale: float,
+    softcap: float | None,
+    out: Tensor | None,
+    lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend item by item; write or merge each result into the rows it belongs to."""
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    check_outputs(function, query, out, lse, compute_dtype)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    lse = torch.empty(query.shape[:2], dtype=compute_dtype, device=query.device) if lse is None else lse
+    if sum(item.num_rows for item in items if not item.merge) < query.shape[0]:
+        # Rows of empty sequences are in no item.
+        out.zero_()
+        lse.fill_(float("-inf"))
+    # [num_tokens, num_kv_heads, group, head_dim]
+    grouped = (query.shape[0], k_pool.shape[1], query.shape[1] // k_pool.shape[1])
+    queries, outs, lses = query.to(compute_dtype).view(*grouped, -1), out.view(*grouped, -1), lse.view(grouped)
+    attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
+    for item in items:
+        rows, key, value = queries[item.rows], _gather(k_pool, item, compute_dtype), _gather(v_pool, item, compute_dtype)
+        if item.num_rows == item.num_seqs:
+            # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
+            item_out, item_lse = attend(rows, key, value, item, scale, softcap)
+        else:
+            # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
+            size = (-1, grouped[2], -1, -1)
+            key, value = key.transpose(0, 1).expand(size), value.transpose(0, 1).expand(size)
+            item_out, item_lse = attend(rows.permute(1, 2, 0, 3), key, value, item, scale, softcap)
+            item_out, item_lse = item_out.permute(2, 0, 1, 3), item_lse.permute(2, 0, 1)
+        if item.merge:
+            before = lses[item.rows]
+            merged = torch.logaddexp(before, item_lse)
+            item_out = torch.lerp(outs[item.rows].to(compute_dtype), item_out, torch.exp(item_lse - merged).unsqueeze(-1))
+            item_lse = merged
+        outs[item.rows] = item_out.to(out.dtype)
+        lses[item.rows] = item_lse
+    return out, lse
+
+
+def _gather(pool: Tensor, item: Item, dtype: torch.dtype) -> Tensor:
+    """Return the item's keys or values `[num_seqs, num_kv_heads, num_keys, head_dim]` in a dtype."""
+    num_blocks, num_kv_heads, block_size, head_dim = pool.shape
+    tokens = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, item.gather).to(dtype)
+    if item.dead is not None:
+        tokens.view(-1, head_dim).index_fill_(0, item.dead, 0)
+    return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim)[:, :, item.first_key : item.end_key]
+
+
+def _attend_flash(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Attend `[batch, heads, num_rows, head_dim]` on a CPU; softcap is None."""
+    return _cpu_flash(query, key, value, 0.0, item.causal, attn_mask=item.mask, scale=scale)
+
+
+def _attend_plain(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Attend `[batch, heads, num_rows, head_dim]` by the formula, on any device; the item is not causal."""
+    # [batch, heads, num_rows, num_keys]
+    scores = query @ key.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if item.mask is not None:
+        scores = scores + item.mask
+    lse = torch.logsumexp(scores, -1)
+    return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
