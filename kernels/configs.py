@@ -13,13 +13,12 @@ import torch
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ARCHS = ("cuda", "hip")
+# cuda: at least 160 KB of shared memory per program (A100, H100, B200); cuda_small: 99 KB (consumer cards); hip: 64 KB.
+ARCHS = ("cuda", "cuda_small", "hip")
 
 # Tokens per decode item. 256 keeps the fp32 partials of a group of 8 under 7 % of the bytes of K and V, and cuts a
 # sequence of 8,000 tokens in 32 items per K/V head.
 CHUNK = 256
-# Rows of one decode program: the smallest M of a tensor-core dot. A larger group takes several programs per item.
-TILE_H = 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class DecodeConfig:
 
     Attributes:
         chunk: keys per work item.
-        tile_h: query heads per program, a power of two.
+        tile_h: query heads per program, a power of two; a larger group takes several programs per item.
         tile_kv: keys per loop trip, shared out evenly among the warps.
         tile_d: head_dim padded to a power of two.
         num_warps, num_stages: Triton's launch options.
@@ -77,29 +76,30 @@ class ConfigCase:
 
 # (bytes per element, tile_d) -> (tile_rows, {arch: (tile_kv, num_warps, num_stages)})
 _PREFILL = {
-    # Two warpgroups of 64 rows each; K and V tiles of 8 KB, four of them in flight.
-    (2, 64): (128, {"cuda": (64, 8, 3), "hip": (64, 4, 1)}),
-    # As above with tiles of 16 KB; the 64 accumulator registers per thread leave room for the scores.
-    (2, 128): (128, {"cuda": (64, 8, 3), "hip": (64, 4, 1)}),
-    # 32 keys, or accumulator and scores outgrow the registers.
-    (2, 256): (64, {"cuda": (32, 4, 2), "hip": (32, 4, 1)}),
-    # IEEE fp32 runs on the plain ALUs, which hold whole operands in registers: small tiles, no pipeline.
-    (4, 64): (32, {"cuda": (32, 4, 1), "hip": (32, 4, 1)}),
-    (4, 128): (32, {"cuda": (32, 4, 1), "hip": (32, 4, 1)}),
-    (4, 256): (16, {"cuda": (16, 4, 1), "hip": (16, 4, 1)}),
+    # Two warpgroups of 64 rows. A key's address comes from the block table, which costs the pipeline two of its stages:
+    # with 5 all of the loop runs under a load in flight (sm_90), with 3 or 4 a tenth of it.
+    (2, 64): (128, {"cuda": (64, 8, 5), "cuda_small": (64, 8, 3), "hip": (64, 4, 2)}),
+    # As above: 180 to 200 registers per thread and 129 KB of shared memory on sm_90; 3 stages fit where there is less.
+    (2, 128): (128, {"cuda": (64, 8, 5), "cuda_small": (32, 8, 3), "hip": (64, 4, 1)}),
+    # Half the rows and keys, or accumulator and scores outgrow the registers.
+    (2, 256): (64, {"cuda": (32, 4, 5), "cuda_small": (32, 4, 1), "hip": (32, 4, 1)}),
+    # IEEE fp32 runs on the plain ALUs, whose operands sit in registers: the largest tiles that do not spill, no pipeline.
+    (4, 64): (32, {"cuda": (32, 8, 1), "cuda_small": (32, 8, 1), "hip": (32, 4, 1)}),
+    (4, 128): (32, {"cuda": (32, 8, 1), "cuda_small": (32, 8, 1), "hip": (32, 4, 1)}),
+    (4, 256): (16, {"cuda": (16, 8, 1), "cuda_small": (16, 8, 1), "hip": (16, 4, 1)}),
 }
 
-# (bytes per element, tile_d) -> {arch: (tile_kv, num_warps, num_stages)}
+# (bytes per element, tile_d) -> {arch: (tile_h, tile_kv, num_warps, num_stages)}
 _DECODE = {
-    # 16 keys per warp, the smallest N of a tensor-core dot: each warp keeps its own softmax.
-    (2, 64): {"cuda": (64, 4, 3), "hip": (64, 4, 1)},
-    (2, 128): {"cuda": (64, 4, 3), "hip": (64, 4, 1)},
-    # Two warps, or the partial accumulators of four outgrow shared memory at the final merge.
-    (2, 256): {"cuda": (32, 2, 2), "hip": (32, 2, 1)},
-    # IEEE fp32: see prefill.
-    (4, 64): {"cuda": (64, 4, 1), "hip": (64, 4, 1)},
-    (4, 128): {"cuda": (64, 4, 1), "hip": (64, 4, 1)},
-    (4, 256): {"cuda": (32, 2, 1), "hip": (32, 2, 1)},
+    # 16 heads and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. 5 stages: see prefill.
+    (2, 64): {"cuda": (16, 64, 4, 5), "cuda_small": (16, 64, 4, 5), "hip": (16, 64, 4, 1)},
+    (2, 128): {"cuda": (16, 64, 4, 5), "cuda_small": (16, 64, 4, 5), "hip": (16, 64, 4, 1)},
+    # Two warps, so that the accumulators of all warps fit shared memory when they meet.
+    (2, 256): {"cuda": (16, 32, 2, 5), "cuda_small": (16, 32, 2, 5), "hip": (16, 32, 2, 1)},
+    # IEEE fp32, see prefill: 4 heads and 8 keys per warp do not spill, 8 heads do.
+    (4, 64): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
+    (4, 128): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
+    (4, 256): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
 }
 
 
@@ -111,7 +111,7 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype, block_size: in
         group: query heads per K/V head.
         dtype: float32, float16 or bfloat16.
         block_size: tokens per block, a power of two from 16.
-        arch: "cuda" or "hip"; changes neither tile_q nor tile_rows.
+        arch: one of ARCHS; changes neither tile_q nor tile_rows.
 
     Raises:
         ValueError: no configuration for these.
@@ -128,8 +128,8 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int
     key = _table_key("decode_config", head_dim, dtype, block_size, arch)
     if group < 1:
         raise ValueError(f"decode_config: group must be at least 1, got {group}")
-    tile_kv, num_warps, num_stages = _DECODE[key][arch]
-    return DecodeConfig(CHUNK, TILE_H, tile_kv, key[1], num_warps, num_stages)
+    tile_h, tile_kv, num_warps, num_stages = _DECODE[key][arch]
+    return DecodeConfig(CHUNK, tile_h, tile_kv, key[1], num_warps, num_stages)
 
 
 def all_configs(group: int = 7) -> list[ConfigCase]:

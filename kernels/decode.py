@@ -262,7 +262,7 @@ def decode_attention(
     shape = check_attention(name, query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
     check_outputs(name, query, out, lse)
     check_runs_here(name, _decode_kernel, query)
-    config = decode_config(shape.head_dim, shape.group, query.dtype, shape.block_size, current_arch())
+    config = decode_config(shape.head_dim, shape.group, query.dtype, shape.block_size, current_arch(query))
     inner, outer = score_factors(name, scale, softcap)
     if plan is None:
         plan = work_from_tensors(

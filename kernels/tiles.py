@@ -44,9 +44,14 @@ def check_runs_here(function: str, kernel: Any, tensor: Tensor) -> None:
         raise ValueError(f"{function}: dtype must be float32, float16 or bfloat16, got {dtype_name(tensor.dtype)}")
 
 
-def current_arch() -> str:
-    """Return the architecture name under which the configurations are kept."""
-    return "hip" if torch.version.hip else "cuda"
+def current_arch(tensor: Tensor) -> str:
+    """Return the name, one of configs.ARCHS, under which the configurations for a tensor's device are kept."""
+    if torch.version.hip:
+        return "hip"
+    if not tensor.is_cuda:
+        return "cuda"
+    # 8.0, 9.0 and 10.x have the shared memory of data centers, 8.6, 8.9 and 12.x have not.
+    return "cuda" if torch.cuda.get_device_capability(tensor.device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else "cuda_small"
 
 
 def score_factors(function: str, scale: float, softcap: float | None) -> tuple[float, float]:
