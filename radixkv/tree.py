@@ -151,9 +151,8 @@ class RadixTree:
 
     def lock_again(self, node: Node | None, key: bytes, length: int, namespace: tuple) -> Lease:
         """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
-        lease = Lease(self, node, key, length, namespace)
         if node is None:
-            return lease
+            return Lease(self, None, key, length, namespace)
         self._num_leases += 1
         self.queue.touch(node)
         self.queue.discard(node)
@@ -165,7 +164,7 @@ class RadixTree:
                 break
             self._num_leased += len(held.blocks)
             held = held.parent
-        return lease
+        return Lease(self, node, key, length, namespace)
 
     def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = ()) -> Inserted:
         """Stores a prefix; the tree takes over the blocks of what it did not know and marks all of it as used now.
