@@ -76,7 +76,7 @@ class Node:
         children: by the bytes of their first block (shorter for a leaf that ends inside its first block).
         sorted_keys: the keys of `children` in order, once there are two.
         locks: leases on this node plus children with locks; 0 means that it may be evicted.
-        stamp: the logical time of its last use, by the eviction queue's clock.
+        stamp: the logical time of its last use, by the eviction queue's clock; what its children were used for is not in it.
         place: where the eviction queue has it.
     """
 
@@ -131,7 +131,6 @@ class Node:
         border = num_blocks * block_bytes
         upper = Node(self.edge[:border], self.blocks[:num_blocks], self.parent)
         upper.locks = 1 if self.locks else 0
-        upper.stamp = self.stamp
         self.parent.children[self.edge[:block_bytes]] = upper
         self.edge, self.blocks, self.parent = self.edge[border:], self.blocks[num_blocks:], upper
         upper.add_child(self.edge[:block_bytes], self)

@@ -128,7 +128,7 @@ class RadixTree:
         return Match((start + matched) // TOKEN_BYTES, namespace, key, self, self._version, node, matched)
 
     def lock(self, match: Match) -> Lease:
-        """Holds the blocks of a match, exactly ceil(length / block_size) of them, and marks them as used now.
+        """Holds the blocks of a match, exactly ceil(length / block_size) of them; they count as used until the release.
 
         A match that is older than the last change of the tree is looked up again, so the lease may be shorter than the
         match was (what had gone by then is not in it), never longer.
@@ -154,7 +154,6 @@ class RadixTree:
         if node is None:
             return Lease(self, None, key, length, namespace)
         self._num_leases += 1
-        self.queue.touch(node)
         self.queue.discard(node)
         # A node with locks is already counted by its parent, and so on upwards.
         held: Node | None = node

@@ -291,6 +291,16 @@ def test_a_leased_tail_stays_and_the_longer_one_is_stored_beside_it(tree, ids):
     assert tree.match_prefix(tokens(61)).length == 61
 
 
+def test_of_two_equal_matches_the_one_that_can_grow_is_taken(tree, ids):
+    """A tail that was leased when a longer one came is used up first, so that it does not stay beside a third."""
+    tree.insert([5, 5], [0])
+    with lock(tree, [5, 5]):
+        tree.insert([5, 5, 9], [1])
+    inserted = tree.insert([5, 5, 7], [2])
+    assert (inserted.blocks, inserted.first_adopted, inserted.replaced) == ([2], 0, [0])
+    assert sorted(tree.blocks()) == [1, 2]
+
+
 def test_insert_of_something_shorter_is_already_known(tree, ids):
     tree.insert(tokens(64), ids(64))
     inserted = tree.insert(tokens(20), ids(20))
@@ -506,14 +516,18 @@ def test_recency_moves_for_exactly_the_blocks_that_were_used(tree, ids):
 
 
 def test_a_parent_is_as_recent_as_its_most_recently_used_child(tree, ids):
-    tree.insert(tokens(16), ids(16))
-    tree.insert(tokens(32, first=100), ids(32))
-    with lock(tree, tokens(16)):
-        tree.insert(tokens(16) + [7] * 16, ids(32))
-    tree.insert(tokens(16) + [7] * 16, ids(32))
-    tree.insert(tokens(16, first=500), ids(16))
-    order = [tree.evict(1) for _ in range(5)]
-    assert order == [[2], [1], [4], [0], [7]]
+    """The child keeps its parent alive; when the child goes, the parent goes next, unless it was itself used since."""
+    parent, child = tokens(16), tokens(16) + [7] * 16
+    for used_since in (False, True):
+        with lock(tree, parent):
+            kept = tree.insert(child, ids(32)).blocks
+        others = [tree.insert(tokens(16, first=first), ids(16)).blocks[0] for first in (500, 600)]
+        tree.insert(child, ids(32))
+        last = tree.insert(tokens(16, first=700), ids(16)).blocks[0]
+        if used_since:
+            lock(tree, parent).release()
+        order = [tree.evict(1)[0] for _ in range(5)]
+        assert order == others + ([kept[1], last, kept[0]] if used_since else [kept[1], kept[0], last])
 
 
 def test_clear_gives_up_everything_but_leases_and_is_not_counted_as_evicted(tree, ids):
