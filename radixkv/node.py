@@ -123,7 +123,10 @@ class Node:
         while node is not None:
             path.append(node.blocks)
             node = node.parent
-        return [block for blocks in reversed(path) for block in blocks]
+        found: list[int] = []
+        for blocks in reversed(path):
+            found += blocks
+        return found
 
     def split(self, num_blocks: int, block_bytes: int) -> Node:
         """Puts the first blocks into a new node above, which it returns. What is left is still this node, so leases on it stay right."""

@@ -46,10 +46,10 @@ def token_key(tokens: Any) -> bytes:
 
 def namespace_key(namespace: tuple) -> tuple:
     """The namespace with the types of its elements, because 1, 1.0 and True are equal to a dict."""
+    if namespace == ():
+        return ()
     if not isinstance(namespace, tuple):
         raise ValueError(f"namespace must be a tuple, got {type(namespace).__name__}")
-    if not namespace:
-        return namespace
     return tuple((type(part), namespace_key(part) if isinstance(part, tuple) else part) for part in namespace)
 
 

@@ -323,9 +323,10 @@ class RadixTree:
         while self.returned:
             node = self.returned.popleft()
             self._num_leases -= 1
-            self.queue.touch(node)
             if node.locks == 1 and not node.children:
                 self.queue.add(node)
+            else:
+                self.queue.touch(node)
             held: Node | None = node
             while held is not None:
                 held.locks -= 1
