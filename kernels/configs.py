@@ -48,8 +48,9 @@ class DecodeConfig:
     Attributes:
         chunk: keys per work item.
         tile_h: query heads per program, a power of two; a larger group takes several programs per item.
-        tile_kv: keys per loop trip, shared out evenly among the warps.
+        tile_kv: keys per loop trip.
         tile_d: head_dim padded to a power of two.
+        splits: running softmaxes that share out the keys of a tile; a split's keys are at most 16 and lie in one block.
         num_warps, num_stages: Triton's launch options.
     """
 
@@ -57,6 +58,7 @@ class DecodeConfig:
     tile_h: int
     tile_kv: int
     tile_d: int
+    splits: int
     num_warps: int
     num_stages: int
 
@@ -89,17 +91,17 @@ _PREFILL = {
     (4, 256): (16, {"cuda": (16, 8, 1), "cuda_small": (16, 8, 1), "hip": (16, 4, 1)}),
 }
 
-# (bytes per element, tile_d) -> {arch: (tile_h, tile_kv, num_warps, num_stages)}
+# (bytes per element, tile_d) -> {arch: (tile_h, tile_kv, splits, num_warps, num_stages)}
 _DECODE = {
     # 16 heads and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. 5 stages: see prefill.
-    (2, 64): {"cuda": (16, 64, 4, 5), "cuda_small": (16, 64, 4, 5), "hip": (16, 64, 4, 1)},
-    (2, 128): {"cuda": (16, 64, 4, 5), "cuda_small": (16, 64, 4, 5), "hip": (16, 64, 4, 1)},
-    # Two warps, so that the accumulators of all warps fit shared memory when they meet.
-    (2, 256): {"cuda": (16, 32, 2, 5), "cuda_small": (16, 32, 2, 5), "hip": (16, 32, 2, 1)},
+    (2, 64): {"cuda": (16, 64, 4, 4, 5), "cuda_small": (16, 64, 4, 4, 5), "hip": (16, 64, 4, 4, 1)},
+    (2, 128): {"cuda": (16, 64, 4, 4, 5), "cuda_small": (16, 64, 4, 4, 5), "hip": (16, 64, 4, 4, 1)},
+    # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
+    (2, 256): {"cuda": (16, 32, 2, 4, 5), "cuda_small": (16, 32, 2, 4, 5), "hip": (16, 32, 2, 4, 1)},
     # IEEE fp32, see prefill: 4 heads and 8 keys per warp do not spill, 8 heads do.
-    (4, 64): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
-    (4, 128): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
-    (4, 256): {"cuda": (4, 32, 4, 1), "cuda_small": (4, 32, 4, 1), "hip": (4, 32, 4, 1)},
+    (4, 64): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
+    (4, 128): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
+    (4, 256): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
 }
 
 
@@ -128,8 +130,8 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int
     key = _table_key("decode_config", head_dim, dtype, block_size, arch)
     if group < 1:
         raise ValueError(f"decode_config: group must be at least 1, got {group}")
-    tile_h, tile_kv, num_warps, num_stages = _DECODE[key][arch]
-    return DecodeConfig(CHUNK, tile_h, tile_kv, key[1], num_warps, num_stages)
+    tile_h, tile_kv, splits, num_warps, num_stages = _DECODE[key][arch]
+    return DecodeConfig(CHUNK, tile_h, tile_kv, key[1], splits, num_warps, num_stages)
 
 
 def all_configs(group: int = 7) -> list[ConfigCase]:

@@ -3,7 +3,7 @@
 out = sum_k exp(s_k) v_k / sum_k exp(s_k), s_k = scale * q . k_k, over the last `window` keys of the sequence. The keys are cut at
 absolute multiples of a chunk; one program attends the heads of one group to one chunk, in fp32, and a second kernel merges a
 sequence's partials in the order of their positions. So a sequence's result depends on nothing but itself.
-Every warp holds 16 keys of a tile and a softmax of its own (3-d dots); warps meet once, at the end of the chunk.
+The keys of a tile are split, and every split, a warp as a rule, has a softmax of its own (3-d dots); they meet once, at the end.
 
 Source: FlashDecoding (Dao, Haziza, Massa, Sizov, 2023); merge of attention states, FlashInfer (arXiv 2501.01005), section 3.3.
 """
@@ -39,7 +39,7 @@ _MERGE_TILE = 16
 
 @triton.jit
 def _attend_tile(
-    query,  # [WARPS, TILE_H, TILE_D]
+    query,  # [SPLITS, TILE_H, TILE_D]
     k_ptr,
     v_ptr,
     table_ptr,
@@ -49,9 +49,9 @@ def _attend_tile(
     head,
     inner,
     outer,
-    row_max,  # [WARPS, TILE_H]
-    row_sum,  # [WARPS, TILE_H]
-    acc,  # [WARPS, TILE_H, TILE_D]
+    row_max,  # [SPLITS, TILE_H]
+    row_sum,  # [SPLITS, TILE_H]
+    acc,  # [SPLITS, TILE_H, TILE_D]
     MASKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -59,31 +59,31 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
-    WARPS: tl.constexpr,
+    SPLITS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attend to the keys start .. start + WARPS * TILE_W; MASKED where some of them are not to be seen."""
-    # TILE_W keys of a warp always lie in one block.
-    warp_keys = start + tl.arange(0, WARPS) * TILE_W
-    if BLOCK_SIZE >= WARPS * TILE_W:
+    """Attend to the keys start .. start + SPLITS * TILE_W; MASKED where some of them are not to be seen."""
+    # The TILE_W keys of a split always lie in one block.
+    split_keys = start + tl.arange(0, SPLITS) * TILE_W
+    if BLOCK_SIZE >= SPLITS * TILE_W:
         # The whole tile lies in one block, which holds at least one live key.
         blocks = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
     elif MASKED:
-        warp_live = (warp_keys + TILE_W > key_begin) & (warp_keys < key_end)
-        blocks = tl.load(table_ptr + warp_keys // BLOCK_SIZE, mask=warp_live, other=0).to(tl.int64)
+        split_live = (split_keys + TILE_W > key_begin) & (split_keys < key_end)
+        blocks = tl.load(table_ptr + split_keys // BLOCK_SIZE, mask=split_live, other=0).to(tl.int64)
     else:
-        blocks = tl.load(table_ptr + warp_keys // BLOCK_SIZE).to(tl.int64)
-    warp_rows = (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + warp_keys % BLOCK_SIZE
+        blocks = tl.load(table_ptr + split_keys // BLOCK_SIZE).to(tl.int64)
+    split_rows = (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + split_keys % BLOCK_SIZE
     offs_w = tl.arange(0, TILE_W)
-    rows = warp_rows[:, None] + offs_w[None, :]
-    keys = warp_keys[:, None] + offs_w[None, :]
+    rows = split_rows[:, None] + offs_w[None, :]
+    keys = split_keys[:, None] + offs_w[None, :]
     live = (keys >= key_begin) & (keys < key_end)
     offs_d = tl.arange(0, TILE_D)
     k_offs = rows[:, None, :] * HEAD_DIM + offs_d[None, :, None]
     v_offs = rows[:, :, None] * HEAD_DIM + offs_d[None, None, :]
 
     key = load_rows(k_ptr, k_offs, live[:, None, :], offs_d[None, :, None], MASKED, HEAD_DIM, TILE_D)
-    # [WARPS, TILE_H, TILE_D] x [WARPS, TILE_D, TILE_W]
+    # [SPLITS, TILE_H, TILE_D] x [SPLITS, TILE_D, TILE_W]
     x = dot(query, key, None, INTERPRET)
     if HAS_SOFTCAP:
         x = tanh(x * inner)
@@ -91,7 +91,7 @@ def _attend_tile(
         x = tl.where(live[:, None, :], x, float("-inf"))
     weights, row_max, row_sum, acc = softmax_step(x, outer, row_max, row_sum, acc)
     value = load_rows(v_ptr, v_offs, live[:, :, None], offs_d[None, None, :], MASKED, HEAD_DIM, TILE_D)
-    # [WARPS, TILE_H, TILE_W] x [WARPS, TILE_W, TILE_D]
+    # [SPLITS, TILE_H, TILE_W] x [SPLITS, TILE_W, TILE_D]
     acc = dot(cast(weights, value.dtype, INTERPRET), value, acc, INTERPRET)
     return row_max, row_sum, acc
 
@@ -121,12 +121,12 @@ def _decode_kernel(
     TILE_H: tl.constexpr,
     TILE_KV: tl.constexpr,
     TILE_D: tl.constexpr,
-    WARPS: tl.constexpr,
+    SPLITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     HEAD_TILES: tl.constexpr = (GROUP + TILE_H - 1) // TILE_H
-    TILE_W: tl.constexpr = TILE_KV // WARPS
+    TILE_W: tl.constexpr = TILE_KV // SPLITS
     head = tl.program_id(0) // HEAD_TILES % NUM_KV_HEADS
     item_ptr = items_ptr + tl.program_id(0) // HEAD_TILES // NUM_KV_HEADS * 4
     seq = tl.load(item_ptr).to(tl.int64)
@@ -142,10 +142,10 @@ def _decode_kernel(
     heads = (head * GROUP + offs_h).to(tl.int64)
     query_rows = seq * stride_query_seq + heads * stride_query_head
     query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    query = tl.broadcast_to(query[None, :, :], (WARPS, TILE_H, TILE_D))
-    row_max = tl.full([WARPS, TILE_H], LOWEST, tl.float32)
-    row_sum = tl.zeros([WARPS, TILE_H], tl.float32)
-    acc = tl.zeros([WARPS, TILE_H, TILE_D], tl.float32)
+    query = tl.broadcast_to(query[None, :, :], (SPLITS, TILE_H, TILE_D))
+    row_max = tl.full([SPLITS, TILE_H], LOWEST, tl.float32)
+    row_sum = tl.zeros([SPLITS, TILE_H], tl.float32)
+    acc = tl.zeros([SPLITS, TILE_H, TILE_D], tl.float32)
 
     # Tiles begin at absolute multiples of TILE_KV; all keys of the tiles full_begin .. full_end are seen.
     full_begin = key_begin
@@ -156,20 +156,20 @@ def _decode_kernel(
         for start in tl.range(key_begin // TILE_KV * TILE_KV, full_begin, TILE_KV, num_stages=1):
             row_max, row_sum, acc = _attend_tile(
                 query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
-                True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, WARPS, INTERPRET,
+                True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
             )  # fmt: skip
     for start in tl.range(full_begin, full_end, TILE_KV, num_stages=NUM_STAGES):
         row_max, row_sum, acc = _attend_tile(
             query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
-            False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, WARPS, INTERPRET,
+            False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
         )  # fmt: skip
     for start in tl.range(full_end, key_end, TILE_KV, num_stages=1):
         row_max, row_sum, acc = _attend_tile(
             query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
-            True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, WARPS, INTERPRET,
+            True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
         )  # fmt: skip
 
-    # The warps' softmaxes become one; a warp that saw no key has maximum LOWEST and sum 0.
+    # The splits' softmaxes become one; a split that saw no key has maximum LOWEST and sum 0.
     top = tl.max(row_max, 0)
     shrink = tl.exp2(row_max - top[None, :])
     out, lse = softmax_end(top, tl.sum(row_sum * shrink, 0), tl.sum(acc * shrink[:, :, None], 0))
@@ -301,7 +301,7 @@ def decode_attention(
                 TILE_H=config.tile_h,
                 TILE_KV=config.tile_kv,
                 TILE_D=config.tile_d,
-                WARPS=config.num_warps,
+                SPLITS=config.splits,
                 NUM_STAGES=config.num_stages,
                 INTERPRET=is_interpreted(_decode_kernel),
                 num_warps=config.num_warps,

@@ -45,7 +45,7 @@ def _store_kernel(
     heads = offs // HEAD_DIM
     offs_d = offs % HEAD_DIM
     # A slot of -1 belongs to padding: nothing is read and nothing is written.
-    mask = (offs < NUM_KV_HEADS * HEAD_DIM) & (slot >= 0)
+    mask = offs < tl.where(slot >= 0, NUM_KV_HEADS * HEAD_DIM, 0)
     key = tl.load(key_ptr + row * stride_key_row + heads.to(tl.int64) * stride_key_head + offs_d, mask=mask, other=0.0)
     value = tl.load(value_ptr + row * stride_value_row + heads.to(tl.int64) * stride_value_head + offs_d, mask=mask, other=0.0)
 
