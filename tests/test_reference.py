@@ -114,7 +114,8 @@ def test_tolerances_see_one_stale_key_and_one_wrong_block() -> None:
     wrong = v_pool.clone()
     wrong[int(table[0, 0])], wrong[int(table[0, 1])] = v_pool[int(table[0, 1])], v_pool[int(table[0, 0])]
     with pytest.raises(AssertionError, match="output is off"):
-        assert_attention_close(*reference.decode_attention(query, k_pool, wrong, table, lens, scale=batch.scale), ref_out, ref_lse, torch.bfloat16)
+        got = reference.decode_attention(query, k_pool, wrong, table, lens, scale=batch.scale)
+        assert_attention_close(*got, ref_out, ref_lse, torch.bfloat16)
     assert attention_error(ref_out, ref_out) == 0.0
 
 
@@ -130,7 +131,7 @@ BATCH = paged_batch([2, 1], [9, 20], device="cpu")
         pytest.param({"k_pool": BATCH.k_pool.transpose(1, 2)}, "k_pool must be contiguous", id="pool_layout"),
         pytest.param({"query": BATCH.query[:, :3].contiguous()}, "query heads must be a multiple of the 2 K/V heads, got 3", id="heads"),
         pytest.param({"query": BATCH.query[..., ::2]}, r"k_pool must be \[\*, \*, \*, 32\]", id="head_dim"),
-        pytest.param({"block_table": BATCH.block_table.long()}, r"block_table must be int32 \[2, \*\], got int64 \[2, 4\]", id="table_dtype"),
+        pytest.param({"block_table": BATCH.block_table.long()}, r"block_table must be int32 \[2, \*\], got int64", id="table_dtype"),
         pytest.param({"seq_lens": BATCH.seq_lens[:1]}, r"block_table must be int32 \[1, \*\], got int32 \[2, 4\]", id="num_seqs"),
         pytest.param({"seq_lens": BATCH.seq_lens.long()}, r"seq_lens must be int32 \[2\], got int64 \[2\]", id="lens_dtype"),
         pytest.param({"cu_query_lens": BATCH.cu_query_lens[:2]}, r"cu_query_lens must be int32 \[3\], got int32 \[2\]", id="borders"),

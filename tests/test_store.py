@@ -147,7 +147,8 @@ def test_addresses_beyond_int32_are_met() -> None:
     rows = random_rows(1, 1, 64, torch.float16)
     store.store_kv(*pools, *rows, on_device([num_blocks * 16 - 1], torch.int64))
     assert all(torch.equal(pool[-1, :, 15], row[0]) for pool, row in zip(pools, rows, strict=True))
-    store.copy_blocks([tuple(pools)], *(on_device([block], torch.int64) for block in (num_blocks - 1, num_blocks - 2)), on_device([16], torch.int32))
+    src, dst = on_device([num_blocks - 1], torch.int64), on_device([num_blocks - 2], torch.int64)
+    store.copy_blocks([tuple(pools)], src, dst, on_device([16], torch.int32))
     assert all(torch.equal(pool[-2, :, 15], row[0]) for pool, row in zip(pools, rows, strict=True))
 
 

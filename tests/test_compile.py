@@ -1,0 +1,124 @@
+"""Every kernel compiles for every kind of GPU without one, and the machine code for sm_90 is what the configurations promise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.kernels.configs import ARCHS, BLOCK_SIZES, DTYPES, HEAD_DIMS, all_configs, decode_config, prefill_config
+
+ROOT = Path(__file__).parents[1]
+KERNELS = {"_prefill_kernel", "_decode_kernel", "_merge_kernel", "_store_kernel", "_copy_kernel"}
+# Largest shared memory of one program.
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+Row = dict[str, Any]
+
+
+def compile_for(target: str) -> list[Row]:
+    """Compile the worker's cases in a process without the interpreter, which cannot compile."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(ROOT / "tests" / "compile_worker.py"), target]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{target}: {done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@lru_cache(maxsize=1)
+def compiled() -> dict[str, list[Row]]:
+    """Compile for all targets, two at a time, once."""
+    with ThreadPoolExecutor(2) as threads:
+        # The longest list first.
+        targets = sorted(SHARED_BYTES, key=lambda target: target != "sm_90")
+        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_every_kernel_compiles_at_every_head_dim(target: str) -> None:
+    got = {(row["kernel"], row["head_dim"]) for row in compiled()[target]}
+    assert got == {(kernel, head_dim) for kernel in KERNELS for head_dim in HEAD_DIMS}
+
+
+@pytest.mark.parametrize("target", SHARED_BYTES)
+def test_shared_memory_fits_the_gpu(target: str) -> None:
+    """A program that asks for more fails only at launch, on the user's machine."""
+    too_large = [row for row in compiled()[target] if row["shared_bytes"] > SHARED_BYTES[target]]
+    assert not too_large
+
+
+@pytest.mark.parametrize("kernel", sorted(KERNELS))
+def test_no_register_spills_on_sm_90(kernel: str) -> None:
+    rows = [row for row in compiled()["sm_90"] if row["kernel"] == kernel and row["head_dim"] in (64, 128)]
+    assert rows
+    assert not [row for row in rows if row["stack"] or row["local"]]
+
+
+def test_prefill_in_half_precision_runs_on_wgmma() -> None:
+    rows = [row for row in compiled()["sm_90"] if row["kernel"] == "_prefill_kernel" and row["dtype"] != "float32"]
+    assert {row["dtype"] for row in rows} == {"bfloat16", "float16"}
+    assert not [row for row in rows if not row["wgmma"]]
+
+
+@pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "qwen2.5-7b", "deepseek-r1-distill-qwen-1.5b", "smollm2-135m"])
+def test_head_shape_of_a_real_model_compiles(shape: str) -> None:
+    for target, rows in compiled().items():
+        assert {row["kernel"] for row in rows if row["shape"] == shape} == {"_prefill_kernel", "_decode_kernel"}, target
+
+
+def test_sm_90_covers_the_configuration_table() -> None:
+    """Each configuration at head_dim 64 and 128, bf16 at every block size, the others with a block below and above a tile."""
+    rows = {
+        (row["kernel"].strip("_").removesuffix("_kernel"), row["head_dim"], row["dtype"], row["block_size"], row["num_warps"])
+        for row in compiled()["sm_90"]
+    }
+    wanted = {
+        (case.kernel, case.head_dim, str(case.dtype).removeprefix("torch."), case.block_size, case.config.num_warps)
+        for case in all_configs()
+        if case.arch == "cuda" and case.head_dim in (64, 128)
+    }
+    missing = {case for case in wanted - rows if case[2] == "bfloat16" or case[3] in (16, 64)}
+    assert not missing
+
+
+@pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 8, 16])
+def test_tiles_are_the_same_on_every_gpu(group: int) -> None:
+    """A work list is built before anyone asks where it will run."""
+    for head_dim in HEAD_DIMS:
+        for dtype in DTYPES:
+            for block_size in BLOCK_SIZES:
+                cases = [(prefill_config(head_dim, group, dtype, block_size, arch), arch) for arch in ARCHS]
+                assert len({config.tile_q for config, _ in cases}) == 1
+                assert len({decode_config(head_dim, group, dtype, block_size, arch).chunk for _, arch in cases}) == 1
+                assert cases[0][0].tile_q * group <= cases[0][0].tile_rows
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_splits_lie_in_one_block_and_tiles_in_one_chunk(arch: str) -> None:
+    """The decode kernel loads one block id per split, and cuts chunks into whole tiles."""
+    for case in all_configs():
+        if case.kernel == "decode" and case.arch == arch:
+            config = decode_config(case.head_dim, case.group, case.dtype, case.block_size, arch)
+            assert min(BLOCK_SIZES) % (config.tile_kv // config.splits) == 0
+            assert config.chunk % config.tile_kv == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param((300, 7, DTYPES[2], 16), "head_dim must be 16 to 256, got 300", id="head_dim"),
+        pytest.param((64, 200, DTYPES[2], 16), "group must be 1 to 128 at head_dim 64, got 200", id="group"),
+        pytest.param((64, 7, None, 16), "dtype must be float32, float16 or bfloat16, got None", id="dtype"),
+        pytest.param((64, 7, DTYPES[2], 24), "block_size must be a power of two from 16, got 24", id="block_size"),
+    ],
+)
+def test_what_no_configuration_covers_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        prefill_config(*arguments)
