@@ -180,27 +180,22 @@ def _attend_items(
     """Attend item by item; write or merge each result into the rows it belongs to."""
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     check_outputs(function, query, out, lse, compute_dtype)
+    num_tokens, num_heads, head_dim = query.shape
+    grouped = (num_tokens, k_pool.shape[1], num_heads // k_pool.shape[1])
+    queries = query.to(compute_dtype).view(*grouped, head_dim)
+    if out is None and lse is None and len(items) == 1 and items[0].num_rows == num_tokens and isinstance(items[0].rows, slice):
+        # One item is the whole step, so its result is the output; a tenth less for one row of 500 keys.
+        item_out, item_lse = _attend(items[0], queries, k_pool, v_pool, scale, softcap)
+        return item_out.reshape(query.shape).to(query.dtype), item_lse.reshape(num_tokens, num_heads)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(query.shape[:2], dtype=compute_dtype, device=query.device) if lse is None else lse
-    if sum(item.num_rows for item in items if not item.merge) < query.shape[0]:
+    if sum(item.num_rows for item in items if not item.merge) < num_tokens:
         # Rows of empty sequences are in no item.
         out.zero_()
         lse.fill_(float("-inf"))
-    # [num_tokens, num_kv_heads, group, head_dim]
-    grouped = (query.shape[0], k_pool.shape[1], query.shape[1] // k_pool.shape[1])
-    queries, outs, lses = query.to(compute_dtype).view(*grouped, -1), out.view(*grouped, -1), lse.view(grouped)
-    attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
+    outs, lses = out.view(*grouped, head_dim), lse.view(grouped)
     for item in items:
-        rows, key, value = queries[item.rows], _gather(k_pool, item, compute_dtype), _gather(v_pool, item, compute_dtype)
-        if item.num_rows == item.num_seqs:
-            # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
-            item_out, item_lse = attend(rows, key, value, item, scale, softcap)
-        else:
-            # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
-            size = (-1, grouped[2], -1, -1)
-            key, value = key.transpose(0, 1).expand(size), value.transpose(0, 1).expand(size)
-            item_out, item_lse = attend(rows.permute(1, 2, 0, 3), key, value, item, scale, softcap)
-            item_out, item_lse = item_out.permute(2, 0, 1, 3), item_lse.permute(2, 0, 1)
+        item_out, item_lse = _attend(item, queries[item.rows], k_pool, v_pool, scale, softcap)
         if item.merge:
             before = lses[item.rows]
             merged = torch.logaddexp(before, item_lse)
@@ -211,13 +206,27 @@ def _attend_items(
     return out, lse
 
 
+def _attend(item: Item, query: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the item's rows; query and out are `[num_rows, num_kv_heads, group, head_dim]`."""
+    attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
+    key, value = _gather(k_pool, item, query.dtype), _gather(v_pool, item, query.dtype)
+    if item.num_rows == item.num_seqs:
+        # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
+        return attend(query, key, value, item, scale, softcap)
+    # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
+    size = (-1, query.shape[2], -1, -1)
+    key, value = key.transpose(0, 1).expand(size), value.transpose(0, 1).expand(size)
+    out, lse = attend(query.permute(1, 2, 0, 3), key, value, item, scale, softcap)
+    return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
+
+
 def _gather(pool: Tensor, item: Item, dtype: torch.dtype) -> Tensor:
     """Return the item's keys or values `[num_seqs, num_kv_heads, num_keys, head_dim]` in a dtype."""
     num_blocks, num_kv_heads, block_size, head_dim = pool.shape
     tokens = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, item.gather).to(dtype)
     if item.dead is not None:
         tokens.view(-1, head_dim).index_fill_(0, item.dead, 0)
-    return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim)[:, :, item.first_key : item.end_key]
+    return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim).narrow(2, item.first_key, item.end_key - item.first_key)
 
 
 def _attend_flash(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
