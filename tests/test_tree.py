@@ -476,6 +476,18 @@ def test_a_match_made_stale_is_looked_up_again(tree, ids):
         assert lease.length == 0
 
 
+def test_rows_of_a_batch_may_all_be_matched_before_they_are_locked(tree, ids):
+    """The first lock splits the node that the other matches point to."""
+    tree.insert(tokens(160), ids(160))
+    limits = [100, 30, 160, 64, 100]
+    found = [tree.match_prefix(tokens(160), limit=limit) for limit in limits]
+    leases = [tree.lock(match) for match in found]
+    for lease, limit in zip(leases, limits, strict=True):
+        assert lease.length == limit
+        assert lease.blocks == list(range(-(-limit // BLOCK)))
+    assert tree.num_leased_blocks == 10
+
+
 def test_a_match_of_another_tree_is_refused(tree):
     with pytest.raises(ValueError, match="another tree"):
         tree.lock(RadixTree(BLOCK).match_prefix([1]))

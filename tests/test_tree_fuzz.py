@@ -161,7 +161,7 @@ class Fuzz:
         """Between match and lock the tree changes: the lease holds what is still there, and no more than was matched."""
         namespace, tokens = self.sequence()
         found = self.tree.match_prefix(tokens, NAMESPACES[namespace])
-        for change in self.random.choices([self.insert, self.evict, self.release], k=2):
+        for change in self.random.choices([self.insert, self.evict, self.release, self.lock], k=2):
             change()
         return self.hold(namespace, tokens[: found.length], self.tree.lock(found))
 
