@@ -54,7 +54,9 @@ def run_kernels(config: Any, dtype: torch.dtype, device: torch.device, report: R
         patched_run = generate(patched, [prompt.tokens], NUM_NEW, min_new_tokens=NUM_NEW)
         differences = compare_all(stock, f"part 5, {prompt.question}", [prompt], stock_run, patched_run)
         pairs.append(Pair((prompt,), stock_run, patched_run, tuple(differences)))
-    launches = patched.radixkv.backend.launches
+    backend, launches = patched.radixkv.backend.name, patched.radixkv.backend.launches
+    if backend != "triton":
+        report.problems.append(f"part 5: the attention ran in the backend {backend!r}, not in Triton's kernels")
     where = "in the interpreter" if device.type == "cpu" else f"on {device.type}"
     counts = ", ".join(f"{name} {launches[name]}" for name in ("store_kv", "prefill_attention", "decode_attention"))
     report.add(f"5 Triton kernels {where}, {NUM_LAYERS} layers", pairs, f"launches: {counts}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from radixkv.demo.errors import DemoError
@@ -100,6 +101,9 @@ def load_checkpoint(name: str, dtype: torch.dtype, device: torch.device) -> tupl
     Raises:
         DemoError: It cannot be loaded, or is not a Qwen2.
     """
+    # What cannot be a name on the Hub, which has at most one slash, is a folder.
+    if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise DemoError(f"--model: there is no folder {name}")
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -109,7 +113,7 @@ def load_checkpoint(name: str, dtype: torch.dtype, device: torch.device) -> tupl
     try:
         model = Qwen2ForCausalLM.from_pretrained(name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise DemoError(f"--model: cannot load {name}: {_first_sentence(error)}") from error
     return model.to(device).eval(), tokenizer
 
