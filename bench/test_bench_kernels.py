@@ -1,0 +1,140 @@
+"""One microbenchmark per kernel: the torch backend on a CPU, Triton on a GPU. Each result is checked before it is timed.
+
+The shapes are those of Qwen2.5-0.5B (14 query heads, 2 K/V heads, head_dim 64) over blocks of 64 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv.kernels import decode, prefill, reference, store, torch_ops
+from radixkv.kernels.configs import decode_config, prefill_config
+from radixkv.kernels.work import Backend, Phase, Work, build_work
+from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
+
+DEVICE = kernel_device()
+ON_GPU = DEVICE.type == "cuda"
+BACKEND: Backend = "triton" if ON_GPU else "torch"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+HEADS = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "block_size": 64}
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The functions under measurement, those that a user of this machine runs."""
+
+    store_kv: Callable[..., None]
+    copy_blocks: Callable[..., None]
+    prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    decode_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    merge_partials: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+KERNELS = (
+    Kernels(store.store_kv, store.copy_blocks, prefill.prefill_attention, decode.decode_attention, decode.merge_partials)
+    if ON_GPU
+    else Kernels(
+        torch_ops.store_kv,
+        torch_ops.copy_blocks,
+        torch_ops.prefill_attention,
+        torch_ops.decode_attention,
+        torch_ops.merge_partials,
+    )
+)
+
+
+def measure(benchmark: Any, function: Callable[[], Any]) -> None:
+    """Time a function, and on a GPU the work it started."""
+
+    def timed() -> None:
+        function()
+        if ON_GPU:
+            torch.cuda.synchronize()
+
+    benchmark.pedantic(timed, rounds=20, iterations=1, warmup_rounds=3)
+
+
+def step_work(batch: PagedBatch, query_lens: list[int], phase: Phase) -> Work:
+    """Build a step's work list, which layers share and so is no part of a kernel's time."""
+    seq_lens = batch.seq_lens.tolist()
+    rows = [row[: -(-seq_len // 64)] for row, seq_len in zip(batch.block_table.tolist(), seq_lens, strict=True)]
+    tile_q, chunk = prefill_config(64, 7, DTYPE, 64).tile_q, decode_config(64, 7, DTYPE, 64).chunk
+    return build_work(rows, query_lens, seq_lens, phase=phase, backend=BACKEND, tile_q=tile_q, chunk=chunk, device=DEVICE)
+
+
+def random_pools(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V pools."""
+    generator = torch.Generator().manual_seed(0)
+    k_pool, v_pool = (torch.randn((num_blocks, 2, 64, 64), generator=generator).to(DTYPE).to(DEVICE) for _ in range(2))
+    return k_pool, v_pool
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "prefix_lens"),
+    [
+        pytest.param([512], [0], id="cold_512"),
+        pytest.param([20] * 4, [2000] * 4, id="4x20_on_2000"),
+    ],
+)
+def test_bench_prefill_attention(benchmark: Any, query_lens: list[int], prefix_lens: list[int]) -> None:
+    batch = paged_batch(query_lens, prefix_lens, dtype=DTYPE, **HEADS)
+    work = step_work(batch, query_lens, "prefill")
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return KERNELS.prefill_attention(*batch.prefill_args(), scale=batch.scale, plan=work)
+
+    wanted = reference.prefill_attention(*batch.double().prefill_args(), scale=batch.scale)
+    assert_attention_close(*run(), *wanted, DTYPE)
+    measure(benchmark, run)
+
+
+@pytest.mark.parametrize("seq_lens", [pytest.param([2000], id="1x2000"), pytest.param([1000] * 8, id="8x1000")])
+def test_bench_decode_attention(benchmark: Any, seq_lens: list[int]) -> None:
+    ones = [1] * len(seq_lens)
+    batch = paged_batch(ones, [seq_len - 1 for seq_len in seq_lens], dtype=DTYPE, **HEADS)
+    work = step_work(batch, ones, "decode")
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        return KERNELS.decode_attention(*batch.decode_args(), scale=batch.scale, plan=work)
+
+    wanted = reference.decode_attention(*batch.double().decode_args(), scale=batch.scale)
+    assert_attention_close(*run(), *wanted, DTYPE)
+    measure(benchmark, run)
+
+
+@pytest.mark.parametrize("num_rows", [1, 512])
+def test_bench_store_kv(benchmark: Any, num_rows: int) -> None:
+    got, wanted = random_pools(16), random_pools(16)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn((num_rows, 2, 64), generator=generator).to(DTYPE).to(DEVICE)
+    slots = torch.randperm(16 * 64, generator=generator)[:num_rows].to(DEVICE)
+    KERNELS.store_kv(*got, rows, -rows, slots)
+    reference.store_kv(*wanted, rows, -rows, slots)
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    measure(benchmark, lambda: KERNELS.store_kv(*got, rows, -rows, slots))
+
+
+def test_bench_copy_blocks(benchmark: Any) -> None:
+    """One partly filled block of a model of 24 layers, as a hit that ends inside a block costs it."""
+    got, wanted = [random_pools(4) for _ in range(24)], [random_pools(4) for _ in range(24)]
+    ids = [torch.tensor([block], dtype=torch.int64, device=DEVICE) for block in (0, 3)]
+    count = torch.tensor([40], dtype=torch.int32, device=DEVICE)
+    KERNELS.copy_blocks(got, *ids, count)
+    reference.copy_blocks(wanted, *ids, count)
+    assert all(torch.equal(one, other) for pair, same in zip(got, wanted, strict=True) for one, other in zip(pair, same, strict=True))
+    measure(benchmark, lambda: KERNELS.copy_blocks(got, *ids, count))
+
+
+def test_bench_merge_partials(benchmark: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    out = torch.randn((32, 14, 64), generator=generator).to(DEVICE)
+    lse = torch.randn((32, 14), generator=generator).to(DEVICE)
+    wanted = reference.merge_partials(out.double(), lse.double())
+    got = KERNELS.merge_partials(out, lse)
+    assert_attention_close(got[0][None], got[1][None], wanted[0][None], wanted[1][None], torch.float32)
+    measure(benchmark, lambda: KERNELS.merge_partials(out, lse))
