@@ -231,8 +231,8 @@ def test_store_kv(slots, source_rows, dtype):
     rows = [torch.randn((num_rows, 3, 8), generator=generator).to(dtype) for _ in range(2)]
     where = torch.tensor(slots, dtype=torch.int64)
     source = None if source_rows is None else torch.tensor(source_rows, dtype=torch.int32)
-    torch_ops.store_kv(*pools, *rows, where, source)
-    reference.store_kv(*expected, *rows, where, source)
+    torch_ops.store_kv(pools[0], pools[1], rows[0], rows[1], where, source)
+    reference.store_kv(expected[0], expected[1], rows[0], rows[1], where, source)
     assert all(map(torch.equal, pools, expected))
 
 
@@ -251,10 +251,9 @@ def test_merge_partials_with_every_pattern_of_empty_ones():
     patterns = torch.tensor(list(product([False, True], repeat=3))).T
     out = torch.randn((3, 8, 16), generator=generator).masked_fill_(patterns[..., None], 0.0)
     lse = (40 * torch.randn((3, 8), generator=generator)).masked_fill_(patterns, float("-inf"))
-    expected = reference.merge_partials(out.double(), lse.double())
-    assert_attention_close(
-        *(part[:, None] for part in torch_ops.merge_partials(out, lse)), *(part[:, None] for part in expected), torch.float32
-    )
+    expected, expected_lse = reference.merge_partials(out.double(), lse.double())
+    merged, merged_lse = torch_ops.merge_partials(out, lse)
+    assert_attention_close(merged[:, None], merged_lse[:, None], expected[:, None], expected_lse[:, None], torch.float32)
 
 
 def test_errors_name_the_argument():
