@@ -12,7 +12,6 @@ from collections import OrderedDict
 from radixkv.node import Node
 
 _NOWHERE, _USED, _EXPOSED = 0, 1, 2
-_MIN_STALE = 64
 
 
 class LruQueue:
@@ -21,8 +20,9 @@ class LruQueue:
     def __init__(self) -> None:
         self._clock = 0
         self._used: OrderedDict[Node, None] = OrderedDict()
+        # A node that leaves the heap leaves its entry behind. Only evictions add entries, and what is older than the leaf that
+        # an eviction takes has come up before, so there are never more entries than the tree had nodes.
         self._exposed: list[tuple[int, int, Node]] = []
-        self._num_stale = 0
 
     def touch(self, node: Node) -> None:
         """Marks a node as used now, whether it waits here or not."""
@@ -33,7 +33,6 @@ class LruQueue:
         elif node.place == _EXPOSED:
             node.place = _USED
             self._used[node] = None
-            self._count_stale()
 
     def add(self, node: Node) -> None:
         """Takes in a leaf that is used now."""
@@ -50,18 +49,15 @@ class LruQueue:
 
     def discard(self, node: Node) -> None:
         """Lets go of a node that is locked, has a child or is leaving the tree; nothing happens if it is not here."""
-        place, node.place = node.place, _NOWHERE
-        if place == _USED:
+        if node.place == _USED:
             del self._used[node]
-        elif place == _EXPOSED:
-            self._count_stale()
+        node.place = _NOWHERE
 
     def first(self) -> Node | None:
         """The least recently used leaf, which stays where it is; None if there is none."""
         exposed = self._exposed
         while exposed and not _is_current(exposed[0]):
             heapq.heappop(exposed)
-            self._num_stale -= 1
         used = next(iter(self._used), None)
         if exposed and (used is None or exposed[0][0] < used.stamp):
             return exposed[0][2]
@@ -70,14 +66,6 @@ class LruQueue:
     def nodes(self) -> list[Node]:
         """All that wait here, least recently used first (it sorts; for checks)."""
         return sorted([*self._used, *(entry[2] for entry in self._exposed if _is_current(entry))], key=lambda node: node.stamp)
-
-    def _count_stale(self) -> None:
-        # The entry of a node that left stays in the heap until it comes up, or until more than half of the heap is such entries.
-        self._num_stale += 1
-        if self._num_stale > _MIN_STALE and self._num_stale > len(self._exposed) // 2:
-            self._exposed = [entry for entry in self._exposed if _is_current(entry)]
-            heapq.heapify(self._exposed)
-            self._num_stale = 0
 
 
 def _is_current(entry: tuple[int, int, Node]) -> bool:

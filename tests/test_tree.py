@@ -153,6 +153,22 @@ def test_tokens_that_differ_in_one_bit_do_not_match(tree, ids):
             assert tree.match_prefix(prompt).length == position
 
 
+@pytest.mark.parametrize("bit", [0, 8, 16, 30])
+@pytest.mark.parametrize("position", [0, 1, 16, 32, 64, 1024, 1600])
+def test_a_token_that_differs_in_a_high_byte_only_is_no_part_of_the_match(tree, ids, position, bit):
+    """Its first bytes are equal; at a block border they must not drag in the next block."""
+    stored = tokens(2000)
+    tree.insert(stored, ids(2000))
+    prompt = stored[:position] + [stored[position] ^ 1 << bit] + [1] * 100
+    with lock(tree, prompt) as lease:
+        assert lease.length == position
+        assert lease.blocks == list(range(-(-position // BLOCK)))
+    inserted = tree.insert(prompt, ids(len(prompt)))
+    assert inserted.first_adopted == position // BLOCK
+    assert tree.match_prefix(prompt).length == len(prompt) and tree.match_prefix(stored).length == 2000
+    tree.check()
+
+
 def test_the_longest_of_several_partial_matches_is_found(tree, ids):
     """Siblings that share a part of a block are neighbours in the sorted keys, whatever lies between in the dict."""
     rng = random.Random(0)
@@ -568,7 +584,7 @@ def test_eviction_does_not_look_at_the_other_leaves():
 
 
 def test_exposed_parents_do_not_pile_up_in_the_queue(tree, ids):
-    """A node that is a leaf by eviction and then used again leaves an entry behind; those are swept."""
+    """A node that is a leaf by eviction and then used again leaves an entry behind; those come up and go."""
     prompt = tokens(16)
     for i in range(20):
         tree.insert(tokens(16, first=1000 * i + 5000), ids(16))
