@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import functools
 import logging
 from contextvars import ContextVar
@@ -118,7 +117,7 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
     def reduce(self, protocol):
         # A pickle names classes, and this one has the name of its base: what is pickled is the unpatched model.
         state = {name: value for name, value in self.__dict__.items() if name != "radixkv"}
-        return copyreg.__newobj__, (base,), state  # type: ignore[attr-defined]
+        return _blank, (base,), state
 
     members = {
         BASE_CLASS: base,
@@ -134,6 +133,11 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
         "_get_stopping_criteria": stopping_criteria,
     }
     return type(base.__name__, (base,), members)
+
+
+def _blank(base: type) -> Any:
+    """An instance whose state a pickle is about to fill."""
+    return base.__new__(base)
 
 
 def _generate(model: Any, base: type, lease: Lease | None, args: tuple, kwargs: dict[str, Any]) -> Any:

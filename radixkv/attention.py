@@ -115,6 +115,6 @@ def resolve_backend(name: str, device: torch.device) -> str:
 
 
 def _triton_interprets() -> bool:
-    return import_module("radixkv.kernels.tiles").interpreted()
+    return bool(import_module("triton").knobs.runtime.interpret)
 
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from radixkv.admission import admit_rows
 from radixkv.attention import Backend, Step
-from radixkv.errors import out_of_blocks
+from radixkv.errors import OutOfBlocks, out_of_blocks
 from radixkv.plan import assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
-from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 from radixkv.stats import CacheStats, Counters
 from radixkv.tree import Lease, RadixTree, token_key
 
@@ -174,14 +175,13 @@ class PrefixCache:
             batch = Batch([Sequence(bytearray(key)) for key in keys], namespace, counted=counted)
             self._live.add(batch)
             try:
-                order = sorted(range(len(keys)), key=keys.__getitem__)
-                limits = [len(key) // TOKEN_BYTES - max(1, kept) for key, kept in zip(keys, num_logits, strict=True)]
-                for row, sequence in enumerate(batch.sequences):
-                    self._match(sequence, row, limits[row], batch.namespace, lease)
-                # In sorted order the best batch-mate of a row is the one before it.
-                for mate, row in zip([None, *order], order, strict=False):
-                    self._share(batch.sequences, row, mate, limits[row])
-                self._give_blocks(batch.sequences, order)
+                try:
+                    admit_rows(self, batch, num_logits, lease, whole_blocks=False)
+                except OutOfBlocks:
+                    # A partly matched block is held while the row writes its own copy. In a pool this tight its tokens are computed again.
+                    self._let_go(batch)
+                    batch.sequences = [Sequence(bytearray(key)) for key in keys]
+                    admit_rows(self, batch, num_logits, lease, whole_blocks=True)
             except BaseException:
                 self._discard(batch)
                 raise
@@ -209,7 +209,7 @@ class PrefixCache:
             self._collect()
             sequences = [batch.sequences[row] for row in rows]
             full = [sequence for sequence in sequences if sequence.num_tokens == len(sequence.blocks) * self.pool.block_size]
-            for sequence, block in zip(full, self._allocate(len(full)), strict=True):
+            for sequence, block in zip(full, self.allocate(len(full)), strict=True):
                 sequence.blocks.append(block)
             for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
                 sequence.key += key.tobytes()
@@ -254,65 +254,28 @@ class PrefixCache:
             raise
         self.store(batch)
 
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take free blocks, evicting what is needed and no more. The caller holds the lock.
+
+        Raises:
+            OutOfBlocks: not even evicting everything would do; nothing is evicted.
+        """
+        short = num_blocks - self.pool.num_free
+        if short > 0:
+            if short > self.tree.num_evictable_blocks:
+                self._shrink_leases()
+            evictable = self.tree.num_evictable_blocks
+            if short > evictable:
+                free, block_size = self.pool.num_free, self.pool.block_size
+                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable)
+            self.pool.release(self.tree.evict(short))
+        return self.pool.allocate(num_blocks)
+
     # Inside, under the lock -----------------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
         while self.returned:
             self._discard(self.returned.popleft())
-
-    def _match(self, sequence: Sequence, row: int, limit: int, namespace: tuple, lease: Lease | None) -> None:
-        if lease is None:
-            sequence.lease = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), namespace, limit))
-        elif not sequence.key.startswith(lease.tokens):
-            raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
-        else:
-            sequence.lease = lease.clone()
-        sequence.cached_len = sequence.hit_len = min(sequence.lease.length, limit)
-        sequence.num_leased = sequence.first_private = sequence.cached_len // self.pool.block_size
-        sequence.blocks = list(sequence.lease.blocks[: sequence.num_leased])
-
-    def _share(self, sequences: list[Sequence], row: int, mate: int | None, limit: int) -> None:
-        """Note which of a row's tokens, beyond the cached ones, earlier rows of this batch compute."""
-        sequence = sequences[row]
-        if mate is None:
-            return
-        other = sequences[mate]
-        common = min(_common_tokens(sequence.key, other.key), limit)
-        if common <= sequence.hit_len:
-            return
-        runs = [*other.shared_runs, SharedRun(other.hit_len, other.num_tokens, mate)]
-        sequence.shared_runs = [
-            SharedRun(max(run.start, sequence.cached_len), min(run.end, common), run.row)
-            for run in runs
-            if run.start < common and run.end > sequence.cached_len
-        ]
-        sequence.hit_len = common
-        sequence.first_private = common // self.pool.block_size
-
-    def _give_blocks(self, sequences: list[Sequence], order: list[int]) -> None:
-        """Complete the block tables: blocks shared with the row before, then new ones, the live part of a cached block copied first."""
-        block_size = self.pool.block_size
-        needed = [-(-sequence.num_tokens // block_size) - sequence.first_private for sequence in sequences]
-        fresh = iter(self._allocate(sum(needed)))
-        copies: list[tuple[int, int, int]] = []
-        before: Sequence | None = None
-        for row in order:
-            sequence = sequences[row]
-            if sequence.first_private > sequence.num_leased:
-                assert before is not None
-                shared = before.blocks[sequence.num_leased : sequence.first_private]
-                self.pool.retain(shared)
-                sequence.blocks += shared
-            sequence.blocks += [next(fresh) for _ in range(needed[row])]
-            partial = sequence.cached_len % block_size
-            if partial and sequence.first_private == sequence.num_leased:
-                assert sequence.lease is not None
-                copies.append((sequence.lease.blocks[sequence.num_leased], sequence.blocks[sequence.num_leased], partial))
-            before = sequence
-        if copies:
-            src, dst, counts = (torch.tensor(column) for column in zip(*copies, strict=True))
-            device = self.pool.device
-            self.backend.copy_blocks(self.pool.pools, src.to(device), dst.to(device), counts.to(device, torch.int32))
 
     def _step(self, batch: Batch, phase, sequences: list[Sequence]) -> Iterator[Step]:
         if batch.closed:
@@ -326,15 +289,15 @@ class PrefixCache:
         if batch.counted:
             self._counters.computed_tokens += plan.num_tokens
 
-    def _allocate(self, num_blocks: int) -> list[int]:
-        short = num_blocks - self.pool.num_free
-        if short > 0:
-            evictable = self.tree.num_evictable_blocks
-            if short > evictable:
-                free, block_size = self.pool.num_free, self.pool.block_size
-                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable)
-            self.pool.release(self.tree.evict(short))
-        return self.pool.allocate(num_blocks)
+    def _shrink_leases(self) -> None:
+        """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""
+        for batch in self._live:
+            for sequence in batch.sequences:
+                leased_len = sequence.num_leased * self.pool.block_size
+                if sequence.num_stored and sequence.lease is not None and sequence.lease.length > leased_len:
+                    shorter = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), batch.namespace, leased_len))
+                    sequence.lease.release()
+                    sequence.lease = shorter
 
     def _insert(self, sequence: Sequence, namespace: tuple) -> None:
         """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
@@ -357,13 +320,16 @@ class PrefixCache:
             return
         batch.closed = True
         self._live.discard(batch)
+        self._let_go(batch)
+        if batch.lent is not None:
+            batch.lent.give_back()
+
+    def _let_go(self, batch: Batch) -> None:
         for sequence in batch.sequences:
             self.pool.release(sequence.blocks[sequence.num_leased :])
             if sequence.lease is not None:
                 sequence.lease.release()
                 sequence.lease = None
-        if batch.lent is not None:
-            batch.lent.give_back()
 
     def _count_requests(self, batch: Batch) -> None:
         counters = self._counters
@@ -372,12 +338,3 @@ class PrefixCache:
             counters.hits += 2 * sequence.hit_len >= sequence.num_tokens
             counters.prompt_tokens += sequence.num_tokens
             counters.cached_tokens += sequence.hit_len
-
-
-def _common_tokens(a: bytearray, b: bytearray) -> int:
-    """How many leading tokens two keys share."""
-    n = min(len(a), len(b)) // TOKEN_BYTES
-    if a[: n * TOKEN_BYTES] == b[: n * TOKEN_BYTES]:
-        return n
-    differs = np.frombuffer(a, dtype="<i4", count=n) != np.frombuffer(b, dtype="<i4", count=n)
-    return int(differs.argmax())

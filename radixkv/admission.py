@@ -1,0 +1,109 @@
+"""Admission of a batch: what of each prompt is known, in the tree and in the rows beside it, and which blocks each row gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.tree import Lease
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+
+
+def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Lease | None, *, whole_blocks: bool) -> None:
+    """Fill in the rows of a batch: their leases, what they share, and their block tables. The caller holds the lock.
+
+    Args:
+        cache: where to look and to take blocks from.
+        batch: rows with nothing but their key; changed in place, and left half done on an exception.
+        num_logits: per row, how many of its last tokens must be computed for their logits; at least 1 always is.
+        lease: use exactly this prefix for every row, in place of a search.
+        whole_blocks: reuse no partly matched block. Such a block is held while the row fills its own copy of it.
+
+    Raises:
+        ValueError: a row does not begin with the lease's tokens.
+        OutOfBlocks: the pool cannot hold the rows.
+    """
+    sequences = batch.sequences
+    limits = [sequence.num_tokens - max(1, kept) for sequence, kept in zip(sequences, num_logits, strict=True)]
+    for row, sequence in enumerate(sequences):
+        if lease is None:
+            sequence.lease = _search(cache, bytes(sequence.key), limits[row], batch.namespace, whole_blocks)
+        elif sequence.key.startswith(lease.tokens):
+            sequence.lease = lease.clone()
+        else:
+            raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
+        _take_leased(sequence, limits[row], cache.pool.block_size)
+    # In sorted order the best batch-mate of a row is the one before it.
+    order = sorted(range(len(sequences)), key=lambda row: sequences[row].key)
+    for mate, row in pairwise(order):
+        _share(sequences, row, mate, limits[row], cache.pool.block_size)
+    _give_blocks(cache, [sequences[row] for row in order])
+
+
+def _search(cache: PrefixCache, key: bytes, limit: int, namespace: tuple, whole_blocks: bool) -> Lease:
+    match = cache.tree.match_prefix(key, namespace, limit)
+    if whole_blocks:
+        block_size = cache.pool.block_size
+        match = cache.tree.match_prefix(key, namespace, match.length // block_size * block_size)
+    return cache.tree.lock(match)
+
+
+def _take_leased(sequence: Sequence, limit: int, block_size: int) -> None:
+    assert sequence.lease is not None
+    sequence.cached_len = sequence.hit_len = min(sequence.lease.length, limit)
+    sequence.num_leased = sequence.first_private = sequence.cached_len // block_size
+    sequence.blocks = sequence.lease.blocks[: sequence.num_leased]
+
+
+def _share(sequences: list[Sequence], row: int, mate: int, limit: int, block_size: int) -> None:
+    """Note which of a row's tokens, beyond the cached ones, its mate or the mate's own mates compute in this step."""
+    sequence, other = sequences[row], sequences[mate]
+    common = min(_common_tokens(sequence.key, other.key), limit)
+    if common <= sequence.hit_len:
+        return
+    # Whatever the mate found in the tree this row found too, as far as they agree: the runs begin where its own match ends.
+    runs = [*other.shared_runs, SharedRun(other.hit_len, other.num_tokens, mate)]
+    sequence.shared_runs = [
+        SharedRun(max(run.start, sequence.cached_len), min(run.end, common), run.row)
+        for run in runs
+        if run.start < common and run.end > sequence.cached_len
+    ]
+    sequence.hit_len = common
+    sequence.first_private = common // block_size
+
+
+def _give_blocks(cache: PrefixCache, ordered: list[Sequence]) -> None:
+    """Complete the block tables: blocks shared with the row before, then new ones, the live part of a cached block copied first."""
+    block_size = cache.pool.block_size
+    needed = [-(-sequence.num_tokens // block_size) - sequence.first_private for sequence in ordered]
+    fresh = iter(cache.allocate(sum(needed)))
+    copies: list[tuple[int, int, int]] = []
+    for i, (sequence, num_new) in enumerate(zip(ordered, needed, strict=True)):
+        if sequence.first_private > sequence.num_leased:
+            shared = ordered[i - 1].blocks[sequence.num_leased : sequence.first_private]
+            cache.pool.retain(shared)
+            sequence.blocks += shared
+        sequence.blocks += [next(fresh) for _ in range(num_new)]
+        partial = sequence.cached_len % block_size
+        if partial and sequence.first_private == sequence.num_leased:
+            assert sequence.lease is not None
+            copies.append((sequence.lease.blocks[sequence.num_leased], sequence.blocks[sequence.num_leased], partial))
+    if copies:
+        src, dst, counts = (torch.tensor(column).to(cache.pool.device) for column in zip(*copies, strict=True))
+        cache.backend.copy_blocks(cache.pool.pools, src, dst, counts.to(torch.int32))
+
+
+def _common_tokens(a: bytearray, b: bytearray) -> int:
+    """How many leading tokens two keys share."""
+    num_tokens = min(len(a), len(b)) // TOKEN_BYTES
+    if a[: num_tokens * TOKEN_BYTES] == b[: num_tokens * TOKEN_BYTES]:
+        return num_tokens
+    differs = np.frombuffer(a, dtype="<i4", count=num_tokens) != np.frombuffer(b, dtype="<i4", count=num_tokens)
+    return int(differs.argmax())

@@ -1,0 +1,85 @@
+"""In half precision a patched model is as close to the unpatched one as that is to itself.
+
+The unpatched model rounds differently when a prompt is computed whole and when its first part comes from a cache. That difference is the
+noise; the patched model's logits, teacher-forced, may differ from the unpatched ones by 1.5 times as much and no more.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.models import VOCAB_SIZE, assert_varied, left_pad, prompt, tiny_qwen2
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import radixkv
+
+STEPS = 12
+
+
+class _Force(LogitsProcessor):
+    """Makes generate() return given tokens [rows, steps], whatever the logits."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.tokens, self.step = tokens, 0
+
+    def __call__(self, input_ids, scores):
+        forced = torch.full_like(scores, float("-inf")).scatter(1, self.tokens[:, self.step : self.step + 1], 0.0)
+        self.step += 1
+        return forced
+
+
+def forced_logits(model, ids, tokens, **call) -> torch.Tensor:
+    """Logits float32 [steps, rows, vocabulary] along `tokens`."""
+    output = model.generate(
+        ids, logits_processor=LogitsProcessorList([_Force(tokens)]), max_new_tokens=tokens.shape[1], do_sample=False,
+        output_logits=True, return_dict_in_generate=True, **call,
+    )  # fmt: skip
+    return torch.stack(output.logits).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_teacher_forced_logits(dtype):
+    model = tiny_qwen2(seed=8, num_layers=4, heads=(6, 2, 64), dtype=dtype)
+    document = prompt(150, seed=1)
+    questions = [prompt(9, seed=2 + i) for i in range(8)]
+    prompts = torch.stack([torch.cat([document, question]) for question in questions])
+    tokens = torch.stack([prompt(STEPS, seed=50 + i) for i in range(8)])
+    assert_varied(tokens)
+
+    whole = forced_logits(model, prompts, tokens)
+    prefix = DynamicCache()
+    with torch.no_grad():
+        model(document[None], past_key_values=prefix, use_cache=True)
+    continued = torch.cat(
+        [forced_logits(model, prompts[i : i + 1], tokens[i : i + 1], past_key_values=copy.deepcopy(prefix)) for i in range(8)], 1
+    )
+    noise = (whole - continued).abs().max()
+    assert noise > 0
+
+    radixkv.patch_model(model, num_blocks=100, block_size=16)
+    one_by_one = torch.cat([forced_logits(model, prompts[i : i + 1], tokens[i : i + 1]) for i in range(8)], 1)  # the first is cold
+    warm_batch = forced_logits(model, prompts, tokens)
+    model.radixkv.clear()
+    cold_batch = forced_logits(model, prompts, tokens)
+    assert model.radixkv.stats().token_hit_rate > 0.5
+    top = whole.topk(2, -1).values
+    clear = top[..., 0] - top[..., 1] > 2 * noise
+    assert clear.float().mean() > 0.5
+    for got in (one_by_one, warm_batch, cold_batch):
+        assert (got - whole).abs().max() <= 1.5 * noise
+        assert torch.equal(got.argmax(-1)[clear], whole.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_huge_key_bias(dtype):
+    """Qwen2's key biases reach norms of hundreds: scores must not overflow on the way to the softmax."""
+    model = tiny_qwen2(seed=9, num_layers=2, dtype=dtype)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias.normal_(0, 200.0)
+    ids, mask = left_pad([prompt(40, seed=3), prompt(22, seed=4)])
+    radixkv.patch_model(model, num_blocks=40, block_size=16)
+    for _ in range(2):
+        logits = forced_logits(model, ids, torch.full((2, 4), VOCAB_SIZE - 1), attention_mask=mask)
+        assert logits.isfinite().all()
