@@ -21,7 +21,7 @@ DEVICE = kernel_device()
 ON_GPU = DEVICE.type == "cuda"
 BACKEND: Backend = "triton" if ON_GPU else "torch"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float32
-HEADS = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "block_size": 64}
+HEADS: dict[str, Any] = {"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "block_size": 64}
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ def test_bench_store_kv(benchmark: Any, num_rows: int) -> None:
 def test_bench_copy_blocks(benchmark: Any) -> None:
     """One partly filled block of a model of 24 layers, as a hit that ends inside a block costs it."""
     got, wanted = [random_pools(4) for _ in range(24)], [random_pools(4) for _ in range(24)]
-    ids = [torch.tensor([block], dtype=torch.int64, device=DEVICE) for block in (0, 3)]
+    src, dst = (torch.tensor([block], dtype=torch.int64, device=DEVICE) for block in (0, 3))
     count = torch.tensor([40], dtype=torch.int32, device=DEVICE)
-    KERNELS.copy_blocks(got, *ids, count)
-    reference.copy_blocks(wanted, *ids, count)
+    KERNELS.copy_blocks(got, src, dst, count)
+    reference.copy_blocks(wanted, src, dst, count)
     assert all(torch.equal(one, other) for pair, same in zip(got, wanted, strict=True) for one, other in zip(pair, same, strict=True))
-    measure(benchmark, lambda: KERNELS.copy_blocks(got, *ids, count))
+    measure(benchmark, lambda: KERNELS.copy_blocks(got, src, dst, count))
 
 
 def test_bench_merge_partials(benchmark: Any) -> None:

@@ -269,8 +269,8 @@ def decode_attention(
             block_table, None, seq_lens, block_size=shape.block_size, backend="triton", tile_q=0, chunk=config.chunk
         )
     items, ranges = plan.decode_items, plan.merge_ranges
-    if items is None or ranges is None:
-        raise ValueError(f"{name}: plan must hold decode items, got a plan of another phase or backend")
+    if items is None or ranges is None or plan.chunk % config.tile_kv:
+        raise ValueError(f"{name}: plan must hold decode items of a multiple of {config.tile_kv} keys, got items of {plan.chunk}")
     check_tensor(name, "plan.merge_ranges", ranges, (shape.num_seqs + 1,), dtype=torch.int32, device=query.device)
     part_out = torch.empty((items.shape[0], shape.num_heads, shape.head_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty(part_out.shape[:2], dtype=torch.float32, device=query.device)

@@ -24,6 +24,7 @@ class Work:
         decode_items: int32 `[num_items, 4]`: sequence, first key, end key, partial index. Triton decode only.
         merge_ranges: int32 `[num_seqs + 1]`: the partials of sequence n are merge_ranges[n] up to merge_ranges[n + 1]. Triton decode only.
         tile_q: query tokens of one prefill tile; 0 where there are no prefill tiles.
+        chunk: keys of one decode item; 0 where there are no decode items.
         scratch: what a backend keeps for the step, by name; filled by the functions that read the work.
     """
 
@@ -34,6 +35,7 @@ class Work:
     decode_items: Tensor | None = None
     merge_ranges: Tensor | None = None
     tile_q: int = 0
+    chunk: int = 0
     scratch: dict[str, Any] = field(default_factory=dict)
 
 
@@ -76,7 +78,7 @@ def build_work(
     if phase == "prefill":
         return Work(query_lens, seq_lens, [], prefill_tiles=_prefill_tiles(query_lens, seq_lens, tile_q, device), tile_q=tile_q)
     decode_items, merge_ranges = _decode_items(seq_lens, chunk, device)
-    return Work(query_lens, seq_lens, [], decode_items=decode_items, merge_ranges=merge_ranges)
+    return Work(query_lens, seq_lens, [], decode_items=decode_items, merge_ranges=merge_ranges, chunk=chunk)
 
 
 def work_from_tensors(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,11 +52,11 @@ class PagedBatch:
             v_pool=self.v_pool.double(),
         )
 
-    def prefill_args(self) -> tuple[Tensor, ...]:
+    def prefill_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the positional arguments of prefill_attention."""
         return self.query, self.k_pool, self.v_pool, self.block_table, self.cu_query_lens, self.seq_lens
 
-    def decode_args(self) -> tuple[Tensor, ...]:
+    def decode_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Return the positional arguments of decode_attention, for a batch whose sequences have one query each."""
         return self.query, self.k_pool, self.v_pool, self.block_table, self.seq_lens
 
@@ -63,6 +64,14 @@ class PagedBatch:
 def kernel_device() -> torch.device:
     """Return where Triton kernels run in the tests: the GPU, or the CPU with the interpreter where there is none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def untouched_pool(num_blocks: int) -> Tensor:
+    """Return a float16 pool `[num_blocks, 1, 16, 64]` that takes no memory on a CPU until it is written."""
+    shape, device = (num_blocks, 1, 16, 64), kernel_device()
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype=np.float16))
+    return torch.empty(shape, dtype=torch.float16, device=device)
 
 
 def paged_batch(

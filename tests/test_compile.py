@@ -22,13 +22,13 @@ SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_1
 Row = dict[str, Any]
 
 
-def compile_for(target: str) -> list[Row]:
-    """Compile the worker's cases in a process without the interpreter, which cannot compile."""
+def run_worker(argument: str) -> Any:
+    """Run the compile worker in a process without the interpreter, which cannot compile, and read its JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(ROOT / "tests" / "compile_worker.py"), target]
+    command = [sys.executable, str(ROOT / "tests" / "compile_worker.py"), argument]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{target}: {done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{argument}: {done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -38,7 +38,7 @@ def compiled() -> dict[str, list[Row]]:
     with ThreadPoolExecutor(2) as threads:
         # The longest list first.
         targets = sorted(SHARED_BYTES, key=lambda target: target != "sm_90")
-        return dict(zip(targets, threads.map(compile_for, targets), strict=True))
+        return dict(zip(targets, threads.map(run_worker, targets), strict=True))
 
 
 @pytest.mark.parametrize("target", SHARED_BYTES)
@@ -86,6 +86,19 @@ def test_sm_90_covers_the_configuration_table() -> None:
     }
     missing = {case for case in wanted - rows if case[2] == "bfloat16" or case[3] in (16, 64)}
     assert not missing
+
+
+def test_batches_of_any_size_share_one_compilation() -> None:
+    """Elsewhere kernels were compiled anew per batch size, in the middle of a request."""
+    kernels = [variant.split()[0] for variant in run_worker("variants")]
+    # store_kv has a variant with source rows and one without; merge_partials has other rows than decode.
+    assert {kernel: kernels.count(kernel) for kernel in KERNELS} == {
+        "_prefill_kernel": 1,
+        "_decode_kernel": 1,
+        "_merge_kernel": 2,
+        "_store_kernel": 2,
+        "_copy_kernel": 1,
+    }
 
 
 @pytest.mark.parametrize("group", [1, 3, 5, 6, 7, 8, 16])

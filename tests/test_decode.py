@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from radixkv.kernels import decode, reference, tiles
 from radixkv.kernels.work import Work, build_work
-from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
+from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch, untouched_pool
 
 GROUPS = [1, 3, 5, 6, 7, 8]
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -178,12 +177,7 @@ def test_addresses_beyond_int32_are_met() -> None:
     """block * stride wrapped in int32 on a large pool. The pool is virtual memory: only its last blocks are ever touched."""
     small = decode_batch([70], num_heads=2, num_kv_heads=1, dtype=torch.float16)
     num_blocks, live = 2**31 // (16 * 64) + 12, small.k_pool.shape[0]
-    pools = [
-        torch.from_numpy(np.zeros((num_blocks, 1, 16, 64), dtype=np.float16))
-        if kernel_device().type == "cpu"
-        else torch.empty((num_blocks, 1, 16, 64), dtype=torch.float16, device=kernel_device())
-        for _ in range(2)
-    ]
+    pools = untouched_pool(num_blocks), untouched_pool(num_blocks)
     pools[0][-live:], pools[1][-live:] = small.k_pool, small.v_pool
     table = torch.where(small.block_table < 0, -1, small.block_table + num_blocks - live)
     large = replace(small, k_pool=pools[0], v_pool=pools[1], block_table=table)
@@ -193,8 +187,10 @@ def test_addresses_beyond_int32_are_met() -> None:
 def test_a_plan_of_another_phase_or_batch_is_refused() -> None:
     batch = decode_batch([20, 3])
     plan = build_work([[], []], [1, 1], [20, 3], phase="prefill", backend="triton", tile_q=16, chunk=0, device=batch.query.device)
-    with pytest.raises(ValueError, match="decode_attention: plan must hold decode items"):
+    with pytest.raises(ValueError, match="decode_attention: plan must hold decode items of a multiple of 32 keys, got items of 0"):
         run(batch, plan=plan)
+    with pytest.raises(ValueError, match="decode_attention: plan must hold decode items of a multiple of 32 keys, got items of 16"):
+        run(batch, plan=chunked(batch, 16))
     with pytest.raises(ValueError, match=r"decode_attention: plan.merge_ranges must be int32 \[3\], got int32 \[2\]"):
         run(batch, plan=chunked(decode_batch([20]), 32))
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from radixkv.kernels import prefill, reference, tiles
 from radixkv.kernels.configs import prefill_config
 from radixkv.kernels.work import build_work
-from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
+from radixkv.testing import PagedBatch, assert_attention_close, paged_batch, untouched_pool
 
 GROUPS = [1, 3, 5, 6, 7, 8]
 HEAD_DIMS = [64, 80, 96, 128, 256]
@@ -160,12 +159,7 @@ def test_addresses_beyond_int32_are_met() -> None:
     """block * stride wrapped in int32 on a large pool. The pool is virtual memory: only its last blocks are ever touched."""
     small = paged_batch([3], [20], num_heads=2, num_kv_heads=1, dtype=torch.float16)
     num_blocks, live = 2**31 // (16 * 64) + 8, small.k_pool.shape[0]
-    pools = [
-        torch.from_numpy(np.zeros((num_blocks, 1, 16, 64), dtype=np.float16))
-        if kernel_device().type == "cpu"
-        else torch.empty((num_blocks, 1, 16, 64), dtype=torch.float16, device=kernel_device())
-        for _ in range(2)
-    ]
+    pools = untouched_pool(num_blocks), untouched_pool(num_blocks)
     pools[0][-live:], pools[1][-live:] = small.k_pool, small.v_pool
     table = torch.where(small.block_table < 0, -1, small.block_table + num_blocks - live)
     large = replace(small, k_pool=pools[0], v_pool=pools[1], block_table=table)

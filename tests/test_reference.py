@@ -61,7 +61,7 @@ def test_prefill_equals_the_sum_written_out(window: int | None, softcap: float |
 
 def test_decode_is_prefill_of_one_token() -> None:
     batch = paged_batch([1, 1, 1], [20, -1, 3], device="cpu").double()
-    options = {"scale": batch.scale, "sliding_window": 7, "softcap": 3.0}
+    options: dict[str, Any] = {"scale": batch.scale, "sliding_window": 7, "softcap": 3.0}
     prefill = reference.prefill_attention(*batch.prefill_args(), **options)
     decode = reference.decode_attention(*batch.decode_args(), **options)
     assert all(torch.equal(one, other) for one, other in zip(prefill, decode, strict=True))

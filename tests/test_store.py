@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from radixkv.kernels import reference, store, tiles
-from radixkv.testing import kernel_device
+from radixkv.testing import kernel_device, untouched_pool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEADS = [
@@ -19,17 +18,28 @@ HEADS = [
 ]
 
 
-def random_pools(num_kv_heads: int, head_dim: int, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def random_pools(num_kv_heads: int, head_dim: int, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> Pair:
     """Return K and V pools of six blocks, random so that a write to a wrong place shows."""
     generator = torch.Generator().manual_seed(1)
     shape = (6, num_kv_heads, block_size, head_dim)
-    return [torch.randn(shape, generator=generator).to(dtype).to(kernel_device()) for _ in range(2)]
+    k_pool, v_pool = (torch.randn(shape, generator=generator).to(dtype).to(kernel_device()) for _ in range(2))
+    return k_pool, v_pool
 
 
-def random_rows(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def random_rows(num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype = torch.float32) -> Pair:
     """Return new keys and values."""
     generator = torch.Generator().manual_seed(2)
-    return [torch.randn((num_rows, num_kv_heads, head_dim), generator=generator).to(dtype).to(kernel_device()) for _ in range(2)]
+    shape = (num_rows, num_kv_heads, head_dim)
+    key, value = (torch.randn(shape, generator=generator).to(dtype).to(kernel_device()) for _ in range(2))
+    return key, value
+
+
+def clones(pools: Pair) -> Pair:
+    """Return copies of both pools."""
+    return pools[0].clone(), pools[1].clone()
 
 
 def on_device(values: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +52,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-def assert_same_pools(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def assert_same_pools(got: Pair, wanted: Pair) -> None:
     """Assert that all pools hold the same bits."""
     assert all(torch.equal(bits(one), bits(other)) for one, other in zip(got, wanted, strict=True))
 
@@ -51,7 +61,7 @@ def assert_same_pools(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> No
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), HEADS)
 def test_store_writes_the_rows_and_nothing_else(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     got, rows = random_pools(num_kv_heads, head_dim, dtype=dtype), random_rows(4, num_kv_heads, head_dim, dtype)
-    wanted = [pool.clone() for pool in got]
+    wanted = clones(got)
     # The first and last slot of the pool, both sides of a block's border.
     slots = on_device([95, 0, 31, 32], torch.int64)
     store.store_kv(*got, *rows, slots)
@@ -63,7 +73,7 @@ def test_store_writes_the_rows_and_nothing_else(num_kv_heads: int, head_dim: int
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_store_to_any_block_size(block_size: int) -> None:
     got, rows = random_pools(2, 64, block_size=block_size), random_rows(3, 2, 64)
-    wanted = [pool.clone() for pool in got]
+    wanted = clones(got)
     slots = on_device([6 * block_size - 1, block_size, 0], torch.int64)
     store.store_kv(*got, *rows, slots)
     reference.store_kv(*wanted, *rows, slots)
@@ -73,7 +83,7 @@ def test_store_to_any_block_size(block_size: int) -> None:
 def test_slot_minus_one_writes_nothing() -> None:
     """A padding slot of -1 elsewhere overwrote the last slot of the pool."""
     got, rows = random_pools(2, 64), random_rows(3, 2, 64)
-    wanted = [pool.clone() for pool in got]
+    wanted = clones(got)
     slots = on_device([-1, 20, -1], torch.int64)
     store.store_kv(*got, *rows, slots)
     reference.store_kv(*wanted, *rows, slots)
@@ -84,7 +94,7 @@ def test_slot_minus_one_writes_nothing() -> None:
 
 def test_one_row_goes_to_several_slots() -> None:
     got, rows = random_pools(2, 64), random_rows(2, 2, 64)
-    wanted = [pool.clone() for pool in got]
+    wanted = clones(got)
     slots, source_rows = on_device([3, 40, -1, 77, 20], torch.int64), on_device([1, 0, 1, 1, 0], torch.int32)
     store.store_kv(*got, *rows, slots, source_rows)
     reference.store_kv(*wanted, *rows, slots, source_rows)
@@ -93,62 +103,60 @@ def test_one_row_goes_to_several_slots() -> None:
 
 def test_rows_may_be_a_transposed_view() -> None:
     """Models hand over [heads, tokens, head_dim] seen as [tokens, heads, head_dim]."""
-    got, rows = random_pools(2, 64), [rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in random_rows(3, 2, 64)]
-    wanted = [pool.clone() for pool in got]
+    got = random_pools(2, 64)
+    wanted = clones(got)
+    key, value = (rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in random_rows(3, 2, 64))
     slots = on_device([3, 40, 77], torch.int64)
-    assert not rows[0].is_contiguous()
-    store.store_kv(*got, *rows, slots)
-    reference.store_kv(*wanted, *rows, slots)
+    assert not key.is_contiguous()
+    store.store_kv(*got, key, value, slots)
+    reference.store_kv(*wanted, key, value, slots)
     assert_same_pools(got, wanted)
 
 
 def test_nothing_to_store_or_copy_is_fine() -> None:
     pools = random_pools(2, 64)
-    wanted = [pool.clone() for pool in pools]
+    wanted = clones(pools)
     none = on_device([], torch.int64)
     store.store_kv(*pools, *random_rows(0, 2, 64), none)
-    store.copy_blocks([tuple(pools)], none, none, none.int())
+    store.copy_blocks([pools], none, none, none.int())
     assert_same_pools(pools, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), HEADS)
 def test_copy_takes_the_first_tokens_of_every_layer(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    got = random_pools(num_kv_heads, head_dim, dtype=dtype) + [pool + 1 for pool in random_pools(num_kv_heads, head_dim, dtype=dtype)]
+    first = random_pools(num_kv_heads, head_dim, dtype=dtype)
+    got = [first, (first[0] + 1, first[1] + 1)]
     # What is copied may be anything, NaN with a payload included.
-    bits(got[1])[0, 0, 0, :2] = -1
-    wanted = [pool.clone() for pool in got]
+    bits(first[1])[0, 0, 0, :2] = -1
+    wanted = [clones(pair) for pair in got]
     src, dst = on_device([0, 1, 0, 2], torch.int64), on_device([5, 3, 4, 2], torch.int64)
     num_tokens = on_device([16, 7, 1, 0], torch.int32)
-    store.copy_blocks([(got[0], got[1]), (got[2], got[3])], src, dst, num_tokens)
-    reference.copy_blocks([(wanted[0], wanted[1]), (wanted[2], wanted[3])], src, dst, num_tokens)
-    assert_same_pools(got, wanted)
+    store.copy_blocks(got, src, dst, num_tokens)
+    reference.copy_blocks(wanted, src, dst, num_tokens)
+    for layer in range(2):
+        assert_same_pools(got[layer], wanted[layer])
 
 
 def test_copy_of_a_block_larger_than_a_tile() -> None:
     got = random_pools(1, 128, block_size=64)
-    wanted = [pool.clone() for pool in got]
-    ids = on_device([1], torch.int64), on_device([4], torch.int64), on_device([63], torch.int32)
-    store.copy_blocks([tuple(got)], *ids)
-    reference.copy_blocks([tuple(wanted)], *ids)
+    wanted = clones(got)
+    src, dst, num_tokens = on_device([1], torch.int64), on_device([4], torch.int64), on_device([63], torch.int32)
+    store.copy_blocks([got], src, dst, num_tokens)
+    reference.copy_blocks([wanted], src, dst, num_tokens)
     assert_same_pools(got, wanted)
 
 
 def test_addresses_beyond_int32_are_met() -> None:
     """block * stride wrapped in int32 on a large pool. The pool is virtual memory: only two blocks of it are ever touched."""
     num_blocks = 2**31 // (16 * 64) + 3
-    pools = [
-        torch.from_numpy(np.zeros((num_blocks, 1, 16, 64), dtype=np.float16))
-        if kernel_device().type == "cpu"
-        else torch.empty((num_blocks, 1, 16, 64), dtype=torch.float16, device=kernel_device())
-        for _ in range(2)
-    ]
+    pools = untouched_pool(num_blocks), untouched_pool(num_blocks)
     assert pools[0].numel() > 2**31
     rows = random_rows(1, 1, 64, torch.float16)
     store.store_kv(*pools, *rows, on_device([num_blocks * 16 - 1], torch.int64))
     assert all(torch.equal(pool[-1, :, 15], row[0]) for pool, row in zip(pools, rows, strict=True))
     src, dst = on_device([num_blocks - 1], torch.int64), on_device([num_blocks - 2], torch.int64)
-    store.copy_blocks([tuple(pools)], src, dst, on_device([16], torch.int32))
+    store.copy_blocks([pools], src, dst, on_device([16], torch.int32))
     assert all(torch.equal(pool[-2, :, 15], row[0]) for pool, row in zip(pools, rows, strict=True))
 
 
@@ -165,11 +173,11 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match="copy_blocks: pools must hold at least one layer, got none"):
         store.copy_blocks([], slots, slots, slots.int())
     with pytest.raises(ValueError, match=r"copy_blocks: num_tokens must be int32 \[3\], got int64 \[3\]"):
-        store.copy_blocks([tuple(pools)], slots, slots, slots)
+        store.copy_blocks([pools], slots, slots, slots)
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "is_interpreted", lambda kernel: False)
-    pools, rows = [pool.cpu() for pool in random_pools(2, 64)], [row.cpu() for row in random_rows(1, 2, 64)]
+    (k_pool, v_pool), (key, value) = random_pools(2, 64), random_rows(1, 2, 64)
     with pytest.raises(ValueError, match='store_kv: Triton kernels must get GPU tensors, got cpu: use backend "torch"'):
-        store.store_kv(*pools, *rows, torch.tensor([1]))
+        store.store_kv(k_pool.cpu(), v_pool.cpu(), key.cpu(), value.cpu(), torch.tensor([1]))
