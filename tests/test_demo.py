@@ -40,9 +40,9 @@ def tokenizer():
 def small_config(tokenizer):
     return Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=192,
+        intermediate_size=256,
+        num_hidden_layers=4,
         num_attention_heads=3,
         num_key_value_heads=1,
         max_position_embeddings=2048,
@@ -53,7 +53,7 @@ def small_config(tokenizer):
 
 @pytest.fixture(scope="module")
 def small_model(small_config):
-    return cut_model(small_config, torch.float32, CPU, vocab_size=small_config.vocab_size)
+    return cut_model(small_config, torch.float32, CPU, num_layers=4, vocab_size=small_config.vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -131,15 +131,21 @@ def test_an_answer_is_cut_behind_its_end_token(small_model):
     assert cut == first[: first.index(end) + 1]
 
 
+def find_difference(*arguments):
+    difference = compare(*arguments)
+    assert difference is not None
+    return difference
+
+
 def test_in_float32_no_difference_is_a_tie(small_model):
     prompt = tuple(range(2, 30))
     stock = generate(small_model, [prompt], 6, min_new_tokens=6).answers[0]
     assert compare(small_model, "same", prompt, 20, stock, stock) is None
     other = [*stock[:2], stock[2] + 1, *stock[3:]]
-    difference = compare(small_model, "question 1", prompt, 20, stock, other)
+    difference = find_difference(small_model, "question 1", prompt, 20, stock, other)
     assert difference.position == 2 and not difference.is_tie
     assert "question 1: a difference at token 2" in str(difference)
-    cut_short = compare(small_model, "short", prompt, 20, stock, stock[:-1])
+    cut_short = find_difference(small_model, "short", prompt, 20, stock, stock[:-1])
     assert cut_short.position == 5 and not cut_short.is_tie
 
 
@@ -152,12 +158,12 @@ def test_in_half_precision_only_what_the_stock_model_cannot_tell_apart_is_a_tie(
     twin_token = next(token for token in range(2, 60) if token not in stock)
     with torch.no_grad():
         model.lm_head.weight[twin_token] = model.lm_head.weight[stock[3]]
-    tie = compare(model, "tie", prompt, 40, stock, [*stock[:3], twin_token, *stock[4:]])
+    tie = find_difference(model, "tie", prompt, 40, stock, [*stock[:3], twin_token, *stock[4:]])
     assert tie.margin == 0 and tie.noise > 0 and tie.is_tie
     assert "a tie at token 3, margin 0" in str(tie)
     with torch.no_grad():
         model.lm_head.weight[twin_token] = -model.lm_head.weight[stock[3]]
-    assert not compare(model, "far", prompt, 40, stock, [*stock[:3], twin_token, *stock[4:]]).is_tie
+    assert not find_difference(model, "far", prompt, 40, stock, [*stock[:3], twin_token, *stock[4:]]).is_tie
 
 
 def test_the_cut_model_is_the_same_each_time_and_says_many_things(small_config):

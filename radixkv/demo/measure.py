@@ -109,13 +109,14 @@ def compare(
     """Compare two greedy answers to one prompt.
 
     In half precision a difference is a tie where the stock model prefers its own token by less than twice the noise that it shows
-    itself, between running this sequence whole and running it behind a cached prefix. In float32 nothing is a tie.
+    itself, between running this sequence whole and running it behind a cached prefix: the document, half of the sequence, or all of it
+    but the last token, as `generate()` does. In float32 nothing is a tie.
 
     Args:
         model: The unpatched model.
         what: Names the answer in the result.
         prompt: The tokens asked with.
-        shared_len: Where the prompt is cut for the prefix-cached run.
+        shared_len: Tokens of the document, the first prefix to be cached.
         stock: The unpatched model's answer.
         patched: The patched model's answer.
 
@@ -128,9 +129,11 @@ def compare(
     if position == min(len(stock), len(patched)):
         # One answer is the beginning of the other, though both may go on to the same length: that is no matter of rounding.
         return Difference(what, position, float("nan"), 0.0, False)
-    whole, cached = _logits_both_ways(model, [*prompt, *stock[:position]], shared_len)
-    margin = float((whole[-1, stock[position]] - whole[-1, patched[position]]).abs())
-    noise = float((whole - cached).abs().max())
+    tokens = [*prompt, *stock[:position]]
+    runs = [_logits_both_ways(model, tokens, prefix_len) for prefix_len in {shared_len, len(tokens) // 2, len(tokens) - 1}]
+    last = runs[0][0][-1]
+    margin = float((last[stock[position]] - last[patched[position]]).abs())
+    noise = max(float((whole - cached).abs().max()) for whole, cached in runs)
     return Difference(what, position, margin, noise, model.dtype != torch.float32 and margin < 2 * noise)
 
 

@@ -127,7 +127,8 @@ def share_weights(model: Any) -> Any:
 def cut_model(config: Any, dtype: torch.dtype, device: torch.device, *, num_layers: int = 2, vocab_size: int = 512) -> Any:
     """A small Qwen2 with the attention of `config` and random weights from a fixed seed.
 
-    The output layer is untied and wide, so that greedy decoding walks through many tokens with clear margins.
+    The output layer is untied and wide, and attention is sharp and outweighs the embeddings, so that greedy decoding walks through many
+    tokens with clear margins and depends on the whole prompt.
     """
     small = copy.deepcopy(config)
     small.num_hidden_layers = num_layers
@@ -142,8 +143,8 @@ def cut_model(config: Any, dtype: torch.dtype, device: torch.device, *, num_laye
             if name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
             elif parameter.dim() == 2:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
-        model.get_input_embeddings().weight.normal_(0.0, 1.0)
+                parameter.normal_(0.0, (2.0 if "q_proj" in name or "k_proj" in name else 1.0) * parameter.shape[1] ** -0.5)
+        model.get_input_embeddings().weight.normal_(0.0, 0.2)
         model.get_output_embeddings().weight.mul_(4.0)
     return model.to(device=device, dtype=dtype).eval()
 
