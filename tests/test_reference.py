@@ -16,7 +16,8 @@ def gathered(batch: Any, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return one sequence's keys and values, [seq_len, num_kv_heads, head_dim], token by token through its block table."""
     block_size = batch.k_pool.shape[2]
     slots = [(int(batch.block_table[seq, p // block_size]), p % block_size) for p in range(int(batch.seq_lens[seq]))]
-    return tuple(torch.stack([pool[block, :, offset] for block, offset in slots]) for pool in (batch.k_pool, batch.v_pool))  # type: ignore[return-value]
+    key, value = (torch.stack([pool[block, :, offset] for block, offset in slots]) for pool in (batch.k_pool, batch.v_pool))
+    return key, value
 
 
 @pytest.mark.parametrize("group", [1, 3, 7])
