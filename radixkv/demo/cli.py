@@ -43,14 +43,16 @@ def run(options: argparse.Namespace) -> int:
     """
     documents = choose_documents(options.document, options.question)
     device = _choose_device(options.device)
-    # From here on transformers and the library's kernels are imported.
+    # Both are read once, when transformers, which imports Triton, is imported: the shipped model needs no network, and without a GPU the
+    # kernels of part 5 run in Triton's interpreter.
     if options.model is None:
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if device.type == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     try:
         from radixkv.demo import kernels, models, parts
     except ImportError as error:
         raise DemoError(f"the demo needs the package {error.name}: pip install 'radixkv[demo]'") from error
-    kernels.choose_interpreter(device)
     model, tokenizer = _load(options, device)
     print(f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.0f} million parameters, {options.dtype}, {device}")
     prompts = [build_prompts(document, tokenizer) for document in documents]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,15 +20,6 @@ NUM_LAYERS = 2
 VOCAB_SIZE = 512
 BLOCK_SIZE = 16
 NUM_NEW = 8
-
-
-def choose_interpreter(device: torch.device) -> None:
-    """Have Triton run its kernels in its interpreter where there is no GPU to compile them for.
-
-    Triton reads the setting when it is imported, so this comes first.
-    """
-    if device.type == "cpu" and "triton" not in sys.modules:
-        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def run_kernels(config: Any, dtype: torch.dtype, device: torch.device, report: Report) -> None:
