@@ -50,7 +50,8 @@ class DecodeConfig:
         tile_h: query heads per program, a power of two; a larger group takes several programs per item.
         tile_kv: keys per loop trip.
         tile_d: head_dim padded to a power of two.
-        splits: running softmaxes that share out the keys of a tile; a split's keys are at most 16 and lie in one block.
+        splits: running softmaxes that share out the keys of a tile; a split has 16 keys, the
+            smallest inner size of a dot, which lie in one block.
         num_warps, num_stages: Triton's launch options.
     """
 
@@ -98,10 +99,10 @@ _DECODE = {
     (2, 128): {"cuda": (16, 64, 4, 4, 5), "cuda_small": (16, 64, 4, 4, 5), "hip": (16, 64, 4, 4, 1)},
     # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
     (2, 256): {"cuda": (16, 32, 2, 4, 5), "cuda_small": (16, 32, 2, 4, 5), "hip": (16, 32, 2, 4, 1)},
-    # IEEE fp32, see prefill: 4 heads and 8 keys per warp do not spill, 8 heads do.
-    (4, 64): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
-    (4, 128): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
-    (4, 256): {"cuda": (4, 32, 4, 4, 1), "cuda_small": (4, 32, 4, 4, 1), "hip": (4, 32, 4, 4, 1)},
+    # IEEE fp32, see prefill: 4 heads and two splits shared by 8 warps do not spill, window and softcap included.
+    (4, 64): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
+    (4, 128): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
+    (4, 256): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
 }
 
 

@@ -115,11 +115,11 @@ def test_tiles_are_the_same_on_every_gpu(group: int) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_splits_lie_in_one_block_and_tiles_in_one_chunk(arch: str) -> None:
-    """The decode kernel loads one block id per split, and cuts chunks into whole tiles."""
+    """The decode kernel loads one block id per split, and cuts chunks into whole tiles; Triton 3.6 refuses dots over fewer than 16."""
     for case in all_configs():
         if case.kernel == "decode" and case.arch == arch:
             config = decode_config(case.head_dim, case.group, case.dtype, case.block_size, arch)
-            assert min(BLOCK_SIZES) % (config.tile_kv // config.splits) == 0
+            assert config.tile_kv // config.splits == 16 == min(BLOCK_SIZES)
             assert config.chunk % config.tile_kv == 0
 
 
