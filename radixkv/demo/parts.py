@@ -108,6 +108,8 @@ def show_kv_cache(models: Models, report: Report) -> None:
     prompts = [Prompt(FIRST_WORDS, tuple(ids), len(ids) - 1)]
     num_new = 16
     options: dict[str, Any] = {"end_tokens": models.end_tokens, "min_new_tokens": num_new}
+    # One run of each model that is not measured, then an empty cache.
+    models.run("warm-up", prompts)
     models.forget()
     with tqdm(total=3, desc="1 K/V cache") as bar:
         without = generate(models.stock, [ids], num_new, use_cache=False, **options)
