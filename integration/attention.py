@@ -56,7 +56,7 @@ def _attention_over(replaced: str) -> Callable:
             return _stock_attention(module, replaced)(module, query, key, value, attention_mask, **kwargs)
         scale = kwargs.get("scaling")
         out = step.attend(
-            module.layer_idx,
+            module.layer_idx,  # type: ignore[arg-type]
             query[0].transpose(0, 1),  # [1, num_heads, T, head_dim] to [T, num_heads, head_dim]
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=kwargs.get("sliding_window"),

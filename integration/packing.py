@@ -11,6 +11,7 @@ import torch
 from radixkv.attention import Step
 from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
 from radixkv.integration.hf_cache import GenerationCache, StepCache
+from radixkv.sequence import Batch
 
 
 def packed_forward(
@@ -48,7 +49,7 @@ def packed_forward(
     elif num_columns != 1:
         raise NotImplementedError("radixkv: generate() sent several new tokens at once, which is not supported yet (assisted decoding)")
     else:
-        output = _decode(cache, input_ids, run)
+        output = _decode(cache, cache.batch, input_ids, run)
     cache.num_columns += num_columns
     output[argument] = cache
     return output
@@ -64,8 +65,9 @@ def _prompt(
         raise ValueError(f"input_ids: row {int(num_real.argmin())} holds no token, its attention_mask is all zeros")
     keys = [row[row_real].astype("<i4").tobytes() for row, row_real in zip(ids, real, strict=True)]
     kept = real[:, -keep:]
-    cache.take(cache.prefix_cache.admit(keys, kept.sum(1).tolist(), lease))
-    with cache.prefix_cache.prompt_step(cache.batch) as step:
+    batch = cache.prefix_cache.admit(keys, kept.sum(1).tolist(), lease)
+    cache.take(batch)
+    with cache.prefix_cache.prompt_step(batch) as step:
         # The last real token of a row is its last packed row; a pad column takes the row's first, which is never read.
         ends = np.array([*step.plan.starts[1:], step.plan.num_tokens])
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
@@ -73,11 +75,11 @@ def _prompt(
         return run(step, torch.from_numpy(rows.reshape(-1)))
 
 
-def _decode(cache: GenerationCache, input_ids: torch.Tensor, run: Callable) -> Any:
+def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable) -> Any:
     num_rows = input_ids.shape[0]
     tokens = input_ids[:, 0].tolist()
     rows = list(range(num_rows)) if cache.finished is None else (~cache.finished).nonzero()[:, 0].tolist()
-    with cache.prefix_cache.decode_step(cache.batch, rows, [tokens[row] for row in rows]) as step:
+    with cache.prefix_cache.decode_step(batch, rows, [tokens[row] for row in rows]) as step:
         output = run(step, torch.arange(len(rows)))
     logits = output.logits[0]
     if len(rows) < num_rows:

@@ -42,7 +42,7 @@ _current_call: ContextVar[_Call | None] = ContextVar("radixkv_call", default=Non
 
 def patch_model(model: Any, *, num_blocks: int | None, block_size: int, backend: str, namespace: tuple) -> Any:
     """See `radixkv.patch_model`."""
-    base = type(model)
+    base: type = type(model)
     if hasattr(base, BASE_CLASS):
         raise ValueError("patch_model: this model is already patched; its handle is model.radixkv")
     if not isinstance(namespace, tuple):
@@ -137,7 +137,7 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
 
 def _blank(base: type) -> Any:
     """An instance whose state a pickle is about to fill."""
-    return base.__new__(base)
+    return object.__new__(base)
 
 
 def _generate(model: Any, base: type, lease: Lease | None, args: tuple, kwargs: dict[str, Any]) -> Any:

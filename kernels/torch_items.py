@@ -40,6 +40,7 @@ class Item:
         mask: added to the scores, 0 or -inf, `[num_seqs, 1, 1, num_keys]` or `[1, 1, num_rows, num_keys]`.
         dead: rows of the gathered keys, seen as `[num_seqs * num_kv_heads * num_gathered_keys, head_dim]`, that no query sees and that
             the mask alone would not keep out, since 0 * NaN is NaN.
+        dtype: what is computed with.
     """
 
     rows: slice | Tensor
@@ -52,6 +53,7 @@ class Item:
     causal: bool = False
     mask: Tensor | None = None
     dead: Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
 
 class ItemBuilder:
@@ -62,6 +64,7 @@ class ItemBuilder:
         num_kv_heads, block_size, block_bytes: of one layer's pool; block_bytes counts one block of K as it is computed with.
         window: keys that a query sees, its own included; None for all.
         causal_calls: whether items may be causal; otherwise their masks say so.
+        merges: whether the rows of a sequence may be in several items; otherwise nothing is shared.
         dtype, device: of the masks, that is, of what is computed with.
     """
 
@@ -74,6 +77,7 @@ class ItemBuilder:
         block_bytes: int,
         window: int | None,
         causal_calls: bool,
+        merges: bool,
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -81,7 +85,7 @@ class ItemBuilder:
         self.query_lens, self.seq_lens = work.query_lens, work.seq_lens
         self.starts = [0, *accumulate(work.query_lens)]
         self.num_kv_heads, self.block_size, self.block_bytes = num_kv_heads, block_size, block_bytes
-        self.window, self.causal_calls = window, causal_calls
+        self.window, self.causal_calls, self.merges = window, causal_calls, merges
         self.dtype, self.device = dtype, device
         # Blocks of each sequence that its earlier items cover.
         self.covered = [0] * len(self.seq_lens)
@@ -89,7 +93,7 @@ class ItemBuilder:
 
     def build(self) -> list[Item]:
         """Return the items of all rows that see a key."""
-        items = list(self._shared_runs()) if self.window is None else []
+        items = list(self._shared_runs()) if self.window is None and self.merges else []
         seqs = [seq for seq, (new, total) in enumerate(zip(self.query_lens, self.seq_lens, strict=True)) if new and total]
         for seq in seqs:
             if self.query_lens[seq] > 1:
@@ -124,13 +128,15 @@ class ItemBuilder:
         rows = range(self.starts[seq], self.starts[seq + 1])
         total = self.seq_lens[seq]
         first_new, covered = total - len(rows), self.covered[seq] * self.block_size
-        if self.causal_calls and self.window is None and (covered == first_new or len(rows) > MASKED_QUERIES):
+        if self.causal_calls and self.window is None and (covered == first_new or (self.merges and len(rows) > MASKED_QUERIES)):
             if covered < first_new:
                 yield self._range(rows, seq, covered, first_new, merge=covered > 0)
             yield self._range(rows, seq, first_new, total, merge=first_new > 0, causal=True)
             return
-        for tile in range(0, len(rows), MASKED_QUERIES):
-            tile_rows = rows[tile : tile + MASKED_QUERIES]
+        # Without merging a row is to round as in one call for all, whose tiling depends on how many rows it gets.
+        size = MASKED_QUERIES if self.merges else len(rows)
+        for tile in range(0, len(rows), size):
+            tile_rows = rows[tile : tile + size]
             first = first_new + tile
             low = covered if self.window is None else max(0, first - self.window + 1)
             end = first + len(tile_rows)
@@ -189,7 +195,8 @@ class ItemBuilder:
         gather = torch.tensor(tables)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)[:, None]
         in_order = rows[-1] - rows[0] + 1 == len(rows) and all(row == rows[0] + i for i, row in enumerate(rows))
         where = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=self.device)
-        return Item(where, len(rows), len(tables), gather.flatten().to(self.device), first_key, end_key, merge, causal, mask, dead)
+        gathered = gather.flatten().to(self.device)
+        return Item(where, len(rows), len(tables), gathered, first_key, end_key, merge, causal, mask, dead, self.dtype)
 
     def _causal_mask(self, num_rows: int, num_keys: int, first: int) -> Tensor:
         """Return the mask `[1, 1, num_rows, num_keys]` of rows whose first sees the keys up to number first."""

@@ -2,13 +2,15 @@
 
 The first layer of a step turns the work list into items (see torch_items.py) and keeps them in plan.scratch. An item gathers its blocks
 into one run of keys and attends in one call; rows with more than one item merge by their LSE. The query heads of a group are a broadcast
-axis or part of the query axis, so that K and V are never repeated in memory. What is gathered is computed with in fp32 (fp64 for fp64):
-torch's half precision attention on CPUs is several times slower in decode and its exponential costs the LSE four digits.
+axis or part of the query axis, so that K and V are never repeated in memory. What is gathered is computed with in fp32 (fp64 for fp64),
+because torch's half precision attention on CPUs has an exponential that costs the LSE four digits; only a work list that asks for the
+rounding of scaled_dot_product_attention gets it. A single sequence that decodes keeps its gathered keys from step to step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,7 +21,28 @@ from radixkv.kernels.work import Work, work_from_tensors
 
 # Attends without materialising scores and returns the LSE too, which torch.nn.functional.scaled_dot_product_attention keeps to itself.
 # It reads keys by their strides, so a broadcast axis costs no copy; it must not be given 0 keys, nor rows whose keys are all masked.
-_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+# A single sequence that decodes keeps what it gathered of a layer's K and V up to this size each; beyond it, it gathers anew every step.
+HELD_BYTES = 4 << 20
+
+
+@dataclass
+class _Held:
+    """The gathered K and V `[1, num_kv_heads, capacity, head_dim]` of one layer of one sequence, of which num_keys are written.
+
+    The tails are views of the last block, `[num_kv_heads, block_size, head_dim]`: here, and in the pools.
+    """
+
+    key: Tensor
+    value: Tensor
+    num_keys: int
+    tail_start: int
+    key_tail: Tensor
+    value_tail: Tensor
+    pool_key_tail: Tensor
+    pool_value_tail: Tensor
 
 
 def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, source_rows: Tensor | None = None) -> None:
@@ -32,8 +55,9 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: 
         # Decode of one sequence, where the overhead of indexing by tensors is most of the cost.
         slot = int(slots)
         if slot >= 0:
-            k_pool[slot // block_size, :, slot % block_size] = key[0]
-            v_pool[slot // block_size, :, slot % block_size] = value[0]
+            block, offset = divmod(slot, block_size)
+            k_pool.narrow(0, block, 1).select(2, offset).copy_(key)
+            v_pool.narrow(0, block, 1).select(2, offset).copy_(value)
         return
     if slots.shape[0] and int(slots.min()) < 0:
         live = slots >= 0
@@ -113,6 +137,10 @@ def decode_attention(
         ValueError: shapes, dtypes or devices do not fit.
     """
     arguments = (query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
+    if plan is not None and plan.carried is not None and out is None and lse is None:
+        held = _hold(arguments, plan)
+        if held is not None:
+            return _attend_held(held, query, scale, plan.round_as_sdpa)
     items = _items("decode_attention", *arguments, plan)
     return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, out, lse)
 
@@ -123,6 +151,67 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged_lse = torch.logsumexp(lse, dim=0)
     weights = torch.exp(lse - merged_lse.masked_fill(merged_lse == float("-inf"), 0.0))
     return torch.einsum("pr,prd->rd", weights, out), merged_lse
+
+
+def _hold(arguments: tuple, plan: Work) -> _Held | None:
+    """Return all K and V of the only sequence, grown by the token that the pool got last; None where that does not apply.
+
+    This runs once per layer and step and is all that a decode step adds to the attention itself, so it is written for few operations.
+    """
+    carried, num_keys = plan.carried, plan.seq_lens[0]
+    k_pool = arguments[1]
+    assert carried is not None
+    held: _Held | None = carried.get(k_pool.data_ptr())
+    if held is not None and held.num_keys == num_keys - 1 and num_keys <= held.key.shape[2]:
+        offset = held.num_keys - held.tail_start
+        held.key_tail.select(1, offset).copy_(held.pool_key_tail.select(1, offset))
+        held.value_tail.select(1, offset).copy_(held.pool_value_tail.select(1, offset))
+        held.num_keys = num_keys
+        return held
+    query, _, v_pool, _, _, _, sliding_window, softcap = arguments
+    if len(plan.seq_lens) != 1 or sliding_window is not None or not _has_flash(query, softcap):
+        return None
+    num_blocks, num_kv_heads, block_size, head_dim = k_pool.shape
+    if num_keys * num_kv_heads * head_dim * k_pool.element_size() > HELD_BYTES:
+        return None
+    # A new block began, or the run of steps did. Gathering whole blocks leaves room for the tokens up to the end of the last one.
+    check_attention("decode_attention", *arguments)
+    block_ids = plan.block_ids[0]
+    heads = (block_ids * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
+    key, value = (
+        pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, heads).view(1, num_kv_heads, -1, head_dim)
+        for pool in (k_pool, v_pool)
+    )
+    start, last = (len(block_ids) - 1) * block_size, int(block_ids[-1])
+    held = _Held(key, value, num_keys, start, key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
+    carried[k_pool.data_ptr()] = held
+    return held
+
+
+def _attend_held(held: _Held, query: Tensor, scale: float, round_as_sdpa: bool) -> tuple[Tensor, Tensor]:
+    key, value = held.key.narrow(2, 0, held.num_keys), held.value.narrow(2, 0, held.num_keys)
+    dtype = query.dtype
+    # [1, num_kv_heads, group, head_dim] x [1, num_kv_heads, num_keys, head_dim]
+    grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
+    if dtype.itemsize < 4 and round_as_sdpa:
+        out, lse = _attend_by_head(grouped, key, value, scale)
+    elif dtype.itemsize < 4:
+        out, lse = _cpu_flash(grouped.float(), key.float(), value.float(), 0.0, False, scale=scale)
+    else:
+        out, lse = _cpu_flash(grouped, key, value, 0.0, False, scale=scale)
+    return out.reshape(query.shape).to(dtype), lse.reshape(1, -1)
+
+
+def _attend_by_head(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend `[num_seqs, num_kv_heads, group, head_dim]`, each query head in a product of its own.
+
+    A product of one row rounds otherwise than one of a whole group, and scaled_dot_product_attention makes one for each head.
+    """
+    group = query.shape[2]
+    # [num_seqs * num_kv_heads, group, 1, head_dim] x [num_seqs * num_kv_heads, group (broadcast), num_keys, head_dim]
+    key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for tensor in (key, value))
+    out, lse = _cpu_flash(query.flatten(0, 1).unsqueeze(2), key, value, 0.0, False, scale=scale)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def _items(
@@ -147,7 +236,8 @@ def _items(
         plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch", tile_q=0, chunk=0)
     if sum(plan.query_lens) != shape.num_tokens:
         raise ValueError(f"{function}: plan must be for {shape.num_tokens} query tokens, got {sum(plan.query_lens)}")
-    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and _has_flash(query, softcap)
+    compute_dtype = query.dtype if as_sdpa else torch.promote_types(query.dtype, torch.float32)
     builder = ItemBuilder(
         plan,
         num_kv_heads=shape.num_kv_heads,
@@ -155,6 +245,7 @@ def _items(
         block_bytes=shape.num_kv_heads * shape.block_size * shape.head_dim * compute_dtype.itemsize,
         window=sliding_window,
         causal_calls=_has_flash(query, softcap),
+        merges=not as_sdpa,
         dtype=compute_dtype,
         device=query.device,
     )
@@ -182,7 +273,7 @@ def _attend_items(
     check_outputs(function, query, out, lse, compute_dtype)
     num_tokens, num_heads, head_dim = query.shape
     grouped = (num_tokens, k_pool.shape[1], num_heads // k_pool.shape[1])
-    queries = query.to(compute_dtype).view(*grouped, head_dim)
+    queries = query.view(*grouped, head_dim)
     if out is None and lse is None and len(items) == 1 and items[0].num_rows == num_tokens and isinstance(items[0].rows, slice):
         # One item is the whole step, so its result is the output; a tenth less for one row of 500 keys.
         item_out, item_lse = _attend(items[0], queries, k_pool, v_pool, scale, softcap)
@@ -209,8 +300,11 @@ def _attend_items(
 def _attend(item: Item, query: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Return out and lse of the item's rows; query and out are `[num_rows, num_kv_heads, group, head_dim]`."""
     attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
+    query = query.to(item.dtype)
     key, value = _gather(k_pool, item, query.dtype), _gather(v_pool, item, query.dtype)
     if item.num_rows == item.num_seqs:
+        if item.dtype.itemsize < 4 and item.mask is None:
+            return _attend_by_head(query, key, value, scale)
         # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
         return attend(query, key, value, item, scale, softcap)
     # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]

@@ -26,6 +26,9 @@ class Work:
         tile_q: query tokens of one prefill tile; 0 where there are no prefill tiles.
         chunk: keys of one decode item; 0 where there are no decode items.
         scratch: what a backend keeps for the step, by name; filled by the functions that read the work.
+        carried: what the torch backend keeps from one decode step to the next of the same sequences, each one token longer; None: nothing.
+        round_as_sdpa: torch backend on a CPU, half precision: compute each row in one call and round as
+            torch.nn.functional.scaled_dot_product_attention does, rather than once at the end. The LSE is then exact to 1e-4.
     """
 
     query_lens: list[int]
@@ -37,6 +40,8 @@ class Work:
     tile_q: int = 0
     chunk: int = 0
     scratch: dict[str, Any] = field(default_factory=dict)
+    carried: dict[Any, Any] | None = None
+    round_as_sdpa: bool = False
 
 
 def build_work(

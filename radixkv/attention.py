@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
 
 from radixkv.kernels.configs import decode_config, prefill_config
+from radixkv.kernels.work import Backend as Implementation
 from radixkv.kernels.work import Work, build_work
 from radixkv.plan import Phase, Plan
 from radixkv.pool import BlockPool
@@ -28,7 +29,7 @@ class Backend:
     """
 
     def __init__(self, name: str, *, num_heads: int, pool: BlockPool):
-        self.name = name
+        self.name: Implementation = "torch" if name == "torch" else "triton"
         self.launches: Counter[str] = Counter()
         self._tile_q = self._chunk = 0
         if name == "torch":
@@ -42,12 +43,19 @@ class Backend:
         self._chunk = decode_config(pool.head_dim, group, pool.dtype, pool.block_size).chunk
 
     def build_work(
-        self, phase: Phase, tables: list[list[int]], query_lens: list[int], seq_lens: list[int], device: torch.device
+        self,
+        phase: Phase,
+        tables: list[list[int]],
+        query_lens: list[int],
+        seq_lens: list[int],
+        carried: dict,
+        device: torch.device,
     ) -> Work:
-        """The work lists of one step, see `radixkv.kernels.work.build_work`."""
-        return build_work(
+        """The work lists of one step, see `radixkv.kernels.work`; carried as `Work` describes it."""
+        work = build_work(
             tables, query_lens, seq_lens, phase=phase, backend=self.name, tile_q=self._tile_q, chunk=self._chunk, device=device
         )
+        return replace(work, carried=carried if phase == "decode" else None, round_as_sdpa=True)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1

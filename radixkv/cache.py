@@ -213,6 +213,8 @@ class PrefixCache:
                 sequence.blocks.append(block)
             for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
                 sequence.key += key.tobytes()
+            if batch.decode_rows != tuple(rows):
+                batch.decode_rows, batch.carried = tuple(rows), {}
             yield from self._step(batch, "decode", sequences)
 
     def store(self, batch: Batch) -> None:
@@ -282,7 +284,7 @@ class PrefixCache:
             raise RuntimeError("this batch was already stored or dropped: start a new generate()")
         tokens = prompt_tokens if phase == "prefill" else decode_tokens
         arrays = tokens(sequences, self.pool.block_size)
-        plan = assemble(phase, sequences, arrays, self.backend.build_work, self.pool.device)
+        plan = assemble(phase, sequences, arrays, self.backend.build_work, batch.carried, self.pool.device)
         yield Step(self.pool, self.backend, plan)
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
@@ -318,7 +320,7 @@ class PrefixCache:
     def _discard(self, batch: Batch) -> None:
         if batch.closed:
             return
-        batch.closed = True
+        batch.closed, batch.carried = True, {}
         self._live.discard(batch)
         self._let_go(batch)
         if batch.lent is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal
@@ -13,6 +14,7 @@ from radixkv.kernels.work import Work
 from radixkv.sequence import TOKEN_BYTES, Sequence
 
 Phase = Literal["prefill", "decode"]
+BuildWork = Callable[[Phase, list[list[int]], list[int], list[int], dict, torch.device], Work]
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,17 @@ def decode_tokens(sequences: Seq[Sequence], block_size: int) -> StepTokens:
     return StepTokens(token_ids, positions, blocks * block_size + positions % block_size, None, [1] * len(sequences))
 
 
-def assemble(phase: Phase, sequences: Seq[Sequence], step: StepTokens, build_work, device: torch.device) -> Plan:
+def assemble(
+    phase: Phase, sequences: Seq[Sequence], step: StepTokens, build_work: BuildWork, carried: dict, device: torch.device
+) -> Plan:
     """Put a step's host arrays on the device, with the block table and lengths of its sequences.
 
     Args:
         phase: "prefill" or "decode".
         sequences: N rows whose block tables cover all their tokens.
         step: the arrays of `prompt_tokens` or `decode_tokens` for these sequences.
-        build_work: the backend's `build_work(phase, tables, query_lens, seq_lens, device)`.
+        build_work: the backend's `build_work(phase, tables, query_lens, seq_lens, carried, device)`.
+        carried: what the backend keeps between decode steps of the same sequences.
         device: where the tensors go.
     """
     tables = [sequence.blocks for sequence in sequences]
@@ -123,5 +128,5 @@ def assemble(phase: Phase, sequences: Seq[Sequence], step: StepTokens, build_wor
         block_table=upload(block_table),
         seq_lens=upload(np.array(seq_lens, dtype=np.int32)),
         starts=cu_query_lens[:-1].tolist(),
-        work=build_work(phase, tables, step.query_lens, seq_lens, device),
+        work=build_work(phase, tables, step.query_lens, seq_lens, carried, device),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -69,7 +70,7 @@ def left_pad(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @contextmanager
-def counted_tokens(model: torch.nn.Module) -> Iterator[list[int]]:
+def counted_tokens(model: Any) -> Iterator[list[int]]:
     """The packed or padded token rows given to layer 0 by each forward inside the block."""
     rows: list[int] = []
     hook = model.model.layers[0].register_forward_pre_hook(

@@ -80,7 +80,7 @@ def test_refusals():
         with pytest.raises(TypeError, match="not supported"):
             radixkv.patch_model(not_a_model)
     fresh = tiny_qwen2()
-    for arguments, message in [
+    cases: list[tuple[dict, str]] = [
         ({"block_size": 24}, "block_size must be a power of two"),
         ({"block_size": 8}, "block_size must be a power of two"),
         ({"block_size": 0}, "block_size"),
@@ -88,7 +88,8 @@ def test_refusals():
         ({"num_blocks": -3}, "num_blocks"),
         ({"backend": "cuda"}, "backend must be one of"),
         ({"namespace": "tenant"}, "namespace must be a tuple"),
-    ]:
+    ]
+    for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             radixkv.patch_model(fresh, **arguments)
         assert type(fresh) is Qwen2ForCausalLM and not hasattr(fresh, "radixkv")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from radixkv.kernels import reference, torch_ops
 from radixkv.kernels.torch_items import MASKED_QUERIES, SHARED_TOKENS, Item
 from radixkv.kernels.work import Work, work_from_tensors
-from radixkv.testing import PagedBatch, assert_attention_close, paged_batch
+from radixkv.testing import OUT_TOLERANCE, PagedBatch, assert_attention_close, attention_error, paged_batch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -265,3 +266,56 @@ def test_errors_name_the_argument():
         torch_ops.decode_attention(*batch.decode_args(), scale=1.0, plan=make_plan(other, decode=True))
     with pytest.raises(ValueError, match="prefill_attention: lse must be float32"):
         torch_ops.prefill_attention(*batch.prefill_args(), scale=1.0, lse=torch.empty(2, 4, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("new", "prefix"), [(70, 0), (9, 150), (300, 40), (1, 150)], ids=["cold", "extension", "long-extension", "one-token"]
+)
+def test_rounding_of_sdpa(dtype, new, prefix):
+    """A work list that asks for it gets, bit for bit, what scaled_dot_product_attention makes of the contiguous sequence."""
+    batch = paged_batch([new], [prefix], num_heads=8, num_kv_heads=2, dtype=dtype, device="cpu", seed=31)
+    total = prefix + new
+    blocks = batch.block_table[0, : -(-total // 16)].long()
+    key, value = (
+        pool[blocks].transpose(0, 1).flatten(1, 2)[None, :, :total].repeat_interleave(4, 1) for pool in (batch.k_pool, batch.v_pool)
+    )
+    query = batch.query.transpose(0, 1)[None]
+    mask = torch.ones(new, total, dtype=torch.bool).tril(prefix) if prefix and new > 1 else None
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    expected = sdpa(query, key, value, attn_mask=mask, is_causal=mask is None and new > 1, scale=batch.scale)[0].transpose(0, 1)
+    plan = replace(make_plan(batch, decode=new == 1), round_as_sdpa=True)
+    if new == 1:
+        out, lse = torch_ops.decode_attention(*batch.decode_args(), scale=batch.scale, plan=plan)
+    else:
+        out, lse = torch_ops.prefill_attention(*batch.prefill_args(), scale=batch.scale, plan=plan)
+    assert torch.equal(out, expected)
+    _, expected_lse = reference.prefill_attention(*batch.double().prefill_args(), scale=batch.scale)
+    assert (lse - expected_lse).abs().max() <= 1e-4  # 6.2e-5 was measured
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("round_as_sdpa", [False, True])
+def test_a_single_sequence_carries_its_keys(dtype, round_as_sdpa):
+    """From step to step over block borders the keys carried grow by what the pool got, and are those of the pool."""
+    full = paged_batch([1], [52], num_heads=6, num_kv_heads=2, dtype=dtype, device="cpu", seed=32)
+    carried: dict = {}
+    for total in range(10, 54):
+        batch = replace(full, seq_lens=torch.tensor([total], dtype=torch.int32))
+        plan = replace(make_plan(batch, decode=True), carried=carried, round_as_sdpa=round_as_sdpa)
+        result = torch_ops.decode_attention(*batch.decode_args(), scale=batch.scale, plan=plan)
+        expected = reference.decode_attention(*batch.double().decode_args(), scale=batch.scale)
+        if round_as_sdpa:
+            assert attention_error(result[0], expected[0]) <= OUT_TOLERANCE[dtype]
+        else:
+            assert_attention_close(*result, *expected, dtype)
+    assert len(carried) == 1
+
+
+def test_what_is_carried_is_bounded(monkeypatch):
+    """A sequence too long to be held twice is gathered anew every step."""
+    monkeypatch.setattr(torch_ops, "HELD_BYTES", 1000)
+    batch = paged_batch([1], [52], device="cpu", seed=33)
+    carried: dict = {}
+    check_decode(batch, replace(make_plan(batch, decode=True), carried=carried))
+    assert not carried

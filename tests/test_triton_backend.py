@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.models import HEAD_SHAPES, assert_varied, left_pad, new_tokens, prompt, tiny_qwen2
 
 import radixkv
 from radixkv.kernels import decode, prefill, store
+from tests.models import HEAD_SHAPES, assert_varied, left_pad, new_tokens, prompt, tiny_qwen2
 
 LAYERS, NEW = 2, 4
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
