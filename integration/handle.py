@@ -13,7 +13,7 @@ from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.hf_cache import GenerationCache
-from radixkv.pool import BlockPool, default_num_blocks
+from radixkv.pool import BlockPool, default_num_blocks, require_block_size
 
 
 class ModelCache(PrefixCache):
@@ -26,6 +26,7 @@ class ModelCache(PrefixCache):
 
     def __init__(self, shape: ModelShape, *, num_blocks: int | None, block_size: int, backend: str, namespace: tuple):
         name = resolve_backend(backend, shape.device)
+        require_block_size("patch_model", block_size)
         if num_blocks is None:
             bytes_per_block = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * block_size
             num_blocks = default_num_blocks(shape.device, bytes_per_block, block_size)

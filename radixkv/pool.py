@@ -56,10 +56,9 @@ class BlockPool:
     ) -> None:
         sizes = {"num_blocks": num_blocks, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"BlockPool: {name} must be at least 1, got {size}")
-        if block_size < 16 or block_size & (block_size - 1):
-            raise ValueError(f"BlockPool: block_size must be a power of two and at least 16, got {block_size}")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"BlockPool: {name} must be an int of at least 1, got {size!r}")
+        require_block_size("BlockPool", block_size)
         if dtype not in DTYPES:
             raise ValueError(f"BlockPool: dtype must be float32, float16 or bfloat16, got {dtype}")
         self.num_blocks = num_blocks
@@ -183,6 +182,12 @@ class BlockPool:
             raise ValueError(f"{action}: block id must be in 0..{self.num_blocks - 1}, got {block_id}")
         if not self._counts[block_id]:
             raise ValueError(f"{action}: block {block_id} is free, nobody holds it")
+
+
+def require_block_size(function: str, block_size: int) -> None:
+    """Raise ValueError unless block_size is a power of two of at least 16."""
+    if not isinstance(block_size, int) or block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(f"{function}: block_size must be a power of two and at least 16, got {block_size!r}")
 
 
 def default_num_blocks(device: torch.device | str, bytes_per_block: int, block_size: int) -> int:

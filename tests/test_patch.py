@@ -83,7 +83,9 @@ def test_refusals():
     cases: list[tuple[dict, str]] = [
         ({"block_size": 24}, "block_size must be a power of two"),
         ({"block_size": 8}, "block_size must be a power of two"),
-        ({"block_size": 0}, "block_size"),
+        ({"block_size": 0}, "block_size must be a power of two"),
+        ({"block_size": "64"}, "block_size must be a power of two"),
+        ({"num_blocks": 2.5}, "num_blocks must be an int"),
         ({"num_blocks": 0}, "num_blocks"),
         ({"num_blocks": -3}, "num_blocks"),
         ({"backend": "cuda"}, "backend must be one of"),

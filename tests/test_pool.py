@@ -65,7 +65,7 @@ def test_other_dtypes_are_refused(dtype):
 @pytest.mark.parametrize("size", ["num_blocks", "num_layers", "num_kv_heads", "head_dim"])
 def test_sizes_must_be_positive(size):
     changes = {} if size == "num_blocks" else {size: 0}
-    with pytest.raises(ValueError, match=f"{size} must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=f"{size} must be an int of at least 1, got 0"):
         make_pool(0 if size == "num_blocks" else 8, **changes)
 
 
