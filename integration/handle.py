@@ -115,6 +115,14 @@ def _make_pool(shape: ModelShape, num_blocks: int, block_size: int) -> BlockPool
 
 def _weights_stamp(model: torch.nn.Module) -> int:
     """A number that changes with every in-place write to a parameter and every replaced one."""
-    return hash(
-        tuple((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version) for parameter in model.parameters())
-    )
+    stamp = []
+    # Module.parameters() names and deduplicates what it finds, which takes ten times as long.
+    pending: list[torch.nn.Module | None] = [model]
+    while pending:
+        module = pending.pop()
+        if module is not None:
+            pending += module._modules.values()
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    stamp.append((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version))
+    return hash(tuple(stamp))

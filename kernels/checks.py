@@ -63,8 +63,9 @@ def check_tensor(
         ValueError: naming function, argument, what was expected and what came.
     """
     found = tensor.shape
-    same_shape = len(found) == len(shape)
-    if same_shape:
+    same_shape = found == shape
+    if not same_shape and len(found) == len(shape):
+        same_shape = True
         # A plain loop: this runs for every tensor of every layer, and a generator costs twice as much.
         for want, got in zip(shape, found, strict=True):
             if want is not None and want != got:

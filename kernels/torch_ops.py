@@ -107,7 +107,7 @@ def prefill_attention(
     """
     arguments = (query, k_pool, v_pool, block_table, seq_lens, cu_query_lens, sliding_window, softcap)
     items = _items("prefill_attention", *arguments, plan)
-    return _attend_items("prefill_attention", items, query, k_pool, v_pool, scale, softcap, out, lse)
+    return _attend_items("prefill_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
 
 def decode_attention(
@@ -142,7 +142,7 @@ def decode_attention(
         if held is not None:
             return _attend_held(held, query, scale, plan.round_as_sdpa)
     items = _items("decode_attention", *arguments, plan)
-    return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, out, lse)
+    return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
 
 def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,18 +174,20 @@ def _hold(arguments: tuple, plan: Work) -> _Held | None:
     num_blocks, num_kv_heads, block_size, head_dim = k_pool.shape
     if num_keys * num_kv_heads * head_dim * k_pool.element_size() > HELD_BYTES:
         return None
-    # A new block began, or the run of steps did. Gathering whole blocks leaves room for the tokens up to the end of the last one.
+    # A new block began. Gathering whole blocks leaves room for the tokens up to the end of the last one.
     check_attention("decode_attention", *arguments)
-    block_ids = plan.block_ids[0]
-    heads = (block_ids * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
+    heads = (plan.block_ids[0] * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
     key, value = (
         pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, heads).view(1, num_kv_heads, -1, head_dim)
         for pool in (k_pool, v_pool)
     )
-    start, last = (len(block_ids) - 1) * block_size, int(block_ids[-1])
-    held = _Held(key, value, num_keys, start, key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
-    carried[k_pool.data_ptr()] = held
+    held = carried[k_pool.data_ptr()] = _make_held(key, value, plan, k_pool, v_pool)
     return held
+
+
+def _make_held(key: Tensor, value: Tensor, plan: Work, k_pool: Tensor, v_pool: Tensor) -> _Held:
+    last, start = int(plan.block_ids[0][-1]), key.shape[2] - k_pool.shape[2]
+    return _Held(key, value, plan.seq_lens[0], start, key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
 
 
 def _attend_held(held: _Held, query: Tensor, scale: float, round_as_sdpa: bool) -> tuple[Tensor, Tensor]:
@@ -265,6 +267,7 @@ def _attend_items(
     v_pool: Tensor,
     scale: float,
     softcap: float | None,
+    plan: Work | None,
     out: Tensor | None,
     lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
@@ -276,7 +279,7 @@ def _attend_items(
     queries = query.view(*grouped, head_dim)
     if out is None and lse is None and len(items) == 1 and items[0].num_rows == num_tokens and isinstance(items[0].rows, slice):
         # One item is the whole step, so its result is the output; a tenth less for one row of 500 keys.
-        item_out, item_lse = _attend(items[0], queries, k_pool, v_pool, scale, softcap)
+        item_out, item_lse = _attend(items[0], queries, k_pool, v_pool, scale, softcap, plan)
         return item_out.reshape(query.shape).to(query.dtype), item_lse.reshape(num_tokens, num_heads)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(query.shape[:2], dtype=compute_dtype, device=query.device) if lse is None else lse
@@ -297,11 +300,19 @@ def _attend_items(
     return out, lse
 
 
-def _attend(item: Item, query: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return out and lse of the item's rows; query and out are `[num_rows, num_kv_heads, group, head_dim]`."""
+def _attend(
+    item: Item, query: Tensor, k_pool: Tensor, v_pool: Tensor, scale: float, softcap: float | None, plan: Work | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of the item's rows; query and out are `[num_rows, num_kv_heads, group, head_dim]`.
+
+    With a plan, the item is all of the step, and what it gathers of a single whole sequence is kept for the decode steps to come.
+    """
     attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
     query = query.to(item.dtype)
-    key, value = _gather(k_pool, item, query.dtype), _gather(v_pool, item, query.dtype)
+    key, value = _gather(k_pool, item), _gather(v_pool, item)
+    if plan is not None and plan.carried is not None and _holds(item, plan, key, k_pool):
+        plan.carried[k_pool.data_ptr()] = _make_held(key, value, plan, k_pool, v_pool)
+    key, value = (tensor.narrow(2, item.first_key, item.end_key - item.first_key) for tensor in (key, value))
     if item.num_rows == item.num_seqs:
         if item.dtype.itemsize < 4 and item.mask is None:
             return _attend_by_head(query, key, value, scale)
@@ -314,13 +325,19 @@ def _attend(item: Item, query: Tensor, k_pool: Tensor, v_pool: Tensor, scale: fl
     return out.permute(2, 0, 1, 3), lse.permute(2, 0, 1)
 
 
-def _gather(pool: Tensor, item: Item, dtype: torch.dtype) -> Tensor:
-    """Return the item's keys or values `[num_seqs, num_kv_heads, num_keys, head_dim]` in a dtype."""
+def _gather(pool: Tensor, item: Item) -> Tensor:
+    """Return the item's blocks of keys or values `[num_seqs, num_kv_heads, num_keys, head_dim]` in the item's dtype."""
     num_blocks, num_kv_heads, block_size, head_dim = pool.shape
-    tokens = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, item.gather).to(dtype)
+    tokens = pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, item.gather).to(item.dtype)
     if item.dead is not None:
         tokens.view(-1, head_dim).index_fill_(0, item.dead, 0)
-    return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim).narrow(2, item.first_key, item.end_key - item.first_key)
+    return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim)
+
+
+def _holds(item: Item, plan: Work, key: Tensor, k_pool: Tensor) -> bool:
+    """Whether an item's keys are all those of the only sequence, as they lie in the pool, and not too many to keep."""
+    whole = len(plan.seq_lens) == 1 and item.first_key == 0 and item.end_key == plan.seq_lens[0]
+    return whole and item.dtype == k_pool.dtype and key.nbytes <= HELD_BYTES
 
 
 def _attend_flash(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:

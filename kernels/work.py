@@ -26,7 +26,7 @@ class Work:
         tile_q: query tokens of one prefill tile; 0 where there are no prefill tiles.
         chunk: keys of one decode item; 0 where there are no decode items.
         scratch: what a backend keeps for the step, by name; filled by the functions that read the work.
-        carried: what the torch backend keeps from one decode step to the next of the same sequences, each one token longer; None: nothing.
+        carried: what the torch backend keeps from one step to the next of the same sequences, each then one token longer; None: nothing.
         round_as_sdpa: torch backend on a CPU, half precision: compute each row in one call and round as
             torch.nn.functional.scaled_dot_product_attention does, rather than once at the end. The LSE is then exact to 1e-4.
     """

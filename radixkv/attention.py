@@ -55,7 +55,7 @@ class Backend:
         work = build_work(
             tables, query_lens, seq_lens, phase=phase, backend=self.name, tile_q=self._tile_q, chunk=self._chunk, device=device
         )
-        return replace(work, carried=carried if phase == "decode" else None, round_as_sdpa=True)
+        return replace(work, carried=carried, round_as_sdpa=True)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1

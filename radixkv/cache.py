@@ -196,6 +196,7 @@ class PrefixCache:
     def prompt_step(self, batch: Batch) -> Iterator[Step]:
         """The first step of a batch: compute what no row could reuse. Leaving the block normally commits it as stored."""
         with self.lock:
+            batch.step_rows = tuple(range(len(batch.sequences)))
             yield from self._step(batch, "prefill", batch.sequences)
 
     @contextmanager
@@ -213,8 +214,8 @@ class PrefixCache:
                 sequence.blocks.append(block)
             for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
                 sequence.key += key.tobytes()
-            if batch.decode_rows != tuple(rows):
-                batch.decode_rows, batch.carried = tuple(rows), {}
+            if batch.step_rows != tuple(rows):
+                batch.step_rows, batch.carried = tuple(rows), {}
             yield from self._step(batch, "decode", sequences)
 
     def store(self, batch: Batch) -> None:

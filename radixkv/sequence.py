@@ -53,7 +53,7 @@ class Batch:
     Attributes:
         namespace: the full one in which the rows were matched. counted: whether the statistics see the rows. lent: the caller's lease, when
             the prefix was chosen by hand. closed: stored or discarded; nothing is held any more.
-        decode_rows: the rows of the last decode step. carried: what the backend keeps from one decode step of those rows to the next.
+        step_rows: the rows of the last step. carried: what the backend keeps from one step of those rows to the next.
     """
 
     sequences: list[Sequence]
@@ -61,5 +61,5 @@ class Batch:
     counted: bool = True
     lent: Lease | None = None
     closed: bool = False
-    decode_rows: tuple[int, ...] = ()
+    step_rows: tuple[int, ...] = ()
     carried: dict = field(default_factory=dict)
