@@ -10,39 +10,14 @@ rounding of scaled_dot_product_attention gets it. A single sequence that decodes
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_store
+from radixkv.kernels.torch_held import attend_by_head, attend_held, cpu_flash, has_flash, hold, make_held, may_hold
 from radixkv.kernels.torch_items import Item, ItemBuilder
 from radixkv.kernels.work import Work, work_from_tensors
-
-# Attends without materialising scores and returns the LSE too, which torch.nn.functional.scaled_dot_product_attention keeps to itself.
-# It reads keys by their strides, so a broadcast axis costs no copy; it must not be given 0 keys, nor rows whose keys are all masked.
-_cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-# A single sequence that decodes keeps what it gathered of a layer's K and V up to this size each; beyond it, it gathers anew every step.
-HELD_BYTES = 4 << 20
-
-
-@dataclass
-class _Held:
-    """The gathered K and V `[1, num_kv_heads, capacity, head_dim]` of one layer of one sequence, of which num_keys are written.
-
-    The tails are views of the last block, `[num_kv_heads, block_size, head_dim]`: here, and in the pools.
-    """
-
-    key: Tensor
-    value: Tensor
-    num_keys: int
-    tail_start: int
-    key_tail: Tensor
-    value_tail: Tensor
-    pool_key_tail: Tensor
-    pool_value_tail: Tensor
 
 
 def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, source_rows: Tensor | None = None) -> None:
@@ -137,10 +112,10 @@ def decode_attention(
         ValueError: shapes, dtypes or devices do not fit.
     """
     arguments = (query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
-    if plan is not None and plan.carried is not None and out is None and lse is None:
-        held = _hold(arguments, plan)
+    if plan is not None and plan.carried is not None and sliding_window is None and softcap is None and out is None and lse is None:
+        held = hold(arguments, plan)
         if held is not None:
-            return _attend_held(held, query, scale, plan.round_as_sdpa)
+            return attend_held(held, query, scale, plan.round_as_sdpa)
     items = _items("decode_attention", *arguments, plan)
     return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
@@ -151,69 +126,6 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged_lse = torch.logsumexp(lse, dim=0)
     weights = torch.exp(lse - merged_lse.masked_fill(merged_lse == float("-inf"), 0.0))
     return torch.einsum("pr,prd->rd", weights, out), merged_lse
-
-
-def _hold(arguments: tuple, plan: Work) -> _Held | None:
-    """Return all K and V of the only sequence, grown by the token that the pool got last; None where that does not apply.
-
-    This runs once per layer and step and is all that a decode step adds to the attention itself, so it is written for few operations.
-    """
-    carried, num_keys = plan.carried, plan.seq_lens[0]
-    k_pool = arguments[1]
-    assert carried is not None
-    held: _Held | None = carried.get(k_pool.data_ptr())
-    if held is not None and held.num_keys == num_keys - 1 and num_keys <= held.key.shape[2]:
-        offset = held.num_keys - held.tail_start
-        held.key_tail.select(1, offset).copy_(held.pool_key_tail.select(1, offset))
-        held.value_tail.select(1, offset).copy_(held.pool_value_tail.select(1, offset))
-        held.num_keys = num_keys
-        return held
-    query, _, v_pool, _, _, _, sliding_window, softcap = arguments
-    if len(plan.seq_lens) != 1 or sliding_window is not None or not _has_flash(query, softcap):
-        return None
-    num_blocks, num_kv_heads, block_size, head_dim = k_pool.shape
-    if num_keys * num_kv_heads * head_dim * k_pool.element_size() > HELD_BYTES:
-        return None
-    # A new block began. Gathering whole blocks leaves room for the tokens up to the end of the last one.
-    check_attention("decode_attention", *arguments)
-    heads = (plan.block_ids[0] * num_kv_heads + torch.arange(num_kv_heads)[:, None]).flatten()
-    key, value = (
-        pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, heads).view(1, num_kv_heads, -1, head_dim)
-        for pool in (k_pool, v_pool)
-    )
-    held = carried[k_pool.data_ptr()] = _make_held(key, value, plan, k_pool, v_pool)
-    return held
-
-
-def _make_held(key: Tensor, value: Tensor, plan: Work, k_pool: Tensor, v_pool: Tensor) -> _Held:
-    last, start = int(plan.block_ids[0][-1]), key.shape[2] - k_pool.shape[2]
-    return _Held(key, value, plan.seq_lens[0], start, key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
-
-
-def _attend_held(held: _Held, query: Tensor, scale: float, round_as_sdpa: bool) -> tuple[Tensor, Tensor]:
-    key, value = held.key.narrow(2, 0, held.num_keys), held.value.narrow(2, 0, held.num_keys)
-    dtype = query.dtype
-    # [1, num_kv_heads, group, head_dim] x [1, num_kv_heads, num_keys, head_dim]
-    grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
-    if dtype.itemsize < 4 and round_as_sdpa:
-        out, lse = _attend_by_head(grouped, key, value, scale)
-    elif dtype.itemsize < 4:
-        out, lse = _cpu_flash(grouped.float(), key.float(), value.float(), 0.0, False, scale=scale)
-    else:
-        out, lse = _cpu_flash(grouped, key, value, 0.0, False, scale=scale)
-    return out.reshape(query.shape).to(dtype), lse.reshape(1, -1)
-
-
-def _attend_by_head(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attend `[num_seqs, num_kv_heads, group, head_dim]`, each query head in a product of its own.
-
-    A product of one row rounds otherwise than one of a whole group, and scaled_dot_product_attention makes one for each head.
-    """
-    group = query.shape[2]
-    # [num_seqs * num_kv_heads, group, 1, head_dim] x [num_seqs * num_kv_heads, group (broadcast), num_keys, head_dim]
-    key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for tensor in (key, value))
-    out, lse = _cpu_flash(query.flatten(0, 1).unsqueeze(2), key, value, 0.0, False, scale=scale)
-    return out.reshape(query.shape), lse.reshape(query.shape[:3])
 
 
 def _items(
@@ -238,7 +150,7 @@ def _items(
         plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch", tile_q=0, chunk=0)
     if sum(plan.query_lens) != shape.num_tokens:
         raise ValueError(f"{function}: plan must be for {shape.num_tokens} query tokens, got {sum(plan.query_lens)}")
-    as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and _has_flash(query, softcap)
+    as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and has_flash(query, softcap)
     compute_dtype = query.dtype if as_sdpa else torch.promote_types(query.dtype, torch.float32)
     builder = ItemBuilder(
         plan,
@@ -246,17 +158,13 @@ def _items(
         block_size=shape.block_size,
         block_bytes=shape.num_kv_heads * shape.block_size * shape.head_dim * compute_dtype.itemsize,
         window=sliding_window,
-        causal_calls=_has_flash(query, softcap),
+        causal_calls=has_flash(query, softcap),
         merges=not as_sdpa,
         dtype=compute_dtype,
         device=query.device,
     )
     kept[key] = builder.build()
     return kept[key]
-
-
-def _has_flash(query: Tensor, softcap: float | None) -> bool:
-    return query.device.type == "cpu" and softcap is None
 
 
 def _attend_items(
@@ -307,15 +215,15 @@ def _attend(
 
     With a plan, the item is all of the step, and what it gathers of a single whole sequence is kept for the decode steps to come.
     """
-    attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
+    attend = _attend_flash if has_flash(query, softcap) else _attend_plain
     query = query.to(item.dtype)
     key, value = _gather(k_pool, item), _gather(v_pool, item)
-    if plan is not None and plan.carried is not None and _holds(item, plan, key, k_pool):
-        plan.carried[k_pool.data_ptr()] = _make_held(key, value, plan, k_pool, v_pool)
+    if plan is not None and plan.carried is not None and may_hold(item, plan, key, k_pool):
+        plan.carried[k_pool.data_ptr()] = make_held(key, value, plan, k_pool, v_pool)
     key, value = (tensor.narrow(2, item.first_key, item.end_key - item.first_key) for tensor in (key, value))
     if item.num_rows == item.num_seqs:
         if item.dtype.itemsize < 4 and item.mask is None:
-            return _attend_by_head(query, key, value, scale)
+            return attend_by_head(query, key, value, scale)
         # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
         return attend(query, key, value, item, scale, softcap)
     # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
@@ -334,15 +242,9 @@ def _gather(pool: Tensor, item: Item) -> Tensor:
     return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim)
 
 
-def _holds(item: Item, plan: Work, key: Tensor, k_pool: Tensor) -> bool:
-    """Whether an item's keys are all those of the only sequence, as they lie in the pool, and not too many to keep."""
-    whole = len(plan.seq_lens) == 1 and item.first_key == 0 and item.end_key == plan.seq_lens[0]
-    return whole and item.dtype == k_pool.dtype and key.nbytes <= HELD_BYTES
-
-
 def _attend_flash(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Attend `[batch, heads, num_rows, head_dim]` on a CPU; softcap is None."""
-    return _cpu_flash(query, key, value, 0.0, item.causal, attn_mask=item.mask, scale=scale)
+    return cpu_flash(query, key, value, 0.0, item.causal, attn_mask=item.mask, scale=scale)
 
 
 def _attend_plain(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:

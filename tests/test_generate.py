@@ -245,9 +245,13 @@ def test_sliding_window_layers(window):
     ids, mask = left_pad([prompt(60, seed=93), prompt(31, seed=94)])
     expected = model.generate(ids, attention_mask=mask, **GREEDY)
     assert_varied(new_tokens(expected, ids))
+    alone = model.generate(ids[:1], **GREEDY)
+    short = model.generate(ids[:1, :5], **GREEDY)  # shorter than every window at first, longer at the end
     radixkv.patch_model(model, num_blocks=40, block_size=16)
     for _ in range(2):
         assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+        assert torch.equal(model.generate(ids[:1], **GREEDY), alone)
+        assert torch.equal(model.generate(ids[:1, :5], **GREEDY), short)
 
 
 class _Raise(LogitsProcessor):

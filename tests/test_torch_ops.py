@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from radixkv.kernels import reference, torch_ops
+from radixkv.kernels import reference, torch_held, torch_ops
 from radixkv.kernels.torch_items import MASKED_QUERIES, SHARED_TOKENS, Item
 from radixkv.kernels.work import Work, work_from_tensors
 from radixkv.testing import OUT_TOLERANCE, PagedBatch, assert_attention_close, attention_error, paged_batch
@@ -314,7 +314,7 @@ def test_a_single_sequence_carries_its_keys(dtype, round_as_sdpa):
 
 def test_what_is_carried_is_bounded(monkeypatch):
     """A sequence too long to be held twice is gathered anew every step."""
-    monkeypatch.setattr(torch_ops, "HELD_BYTES", 1000)
+    monkeypatch.setattr(torch_held, "HELD_BYTES", 1000)
     batch = paged_batch([1], [52], device="cpu", seed=33)
     carried: dict = {}
     check_decode(batch, replace(make_plan(batch, decode=True), carried=carried))
