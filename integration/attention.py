@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,36 @@ from radixkv.attention import Step
 STEP_ARGUMENT = "radixkv_step"  # the keyword under which a packed forward hands its step down to attention
 
 
+class _Switches:
+    """Which configurations are switched to pool attention now, how often, and what they had before.
+
+    Models may share one configuration object, and run packed forwards in several threads at once: the first to come switches, the last to
+    leave switches back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active: dict[int, tuple[int, str]] = {}
+
+    def enter(self, config: PretrainedConfig) -> None:
+        with self._lock:
+            count, replaced = self._active.get(id(config), (0, config._attn_implementation_internal))
+            if not count:
+                config._attn_implementation_internal = _register_over(replaced)
+            self._active[id(config)] = (count + 1, replaced)
+
+    def leave(self, config: PretrainedConfig) -> None:
+        with self._lock:
+            count, replaced = self._active.pop(id(config))
+            if count > 1:
+                self._active[id(config)] = (count - 1, replaced)
+            else:
+                config._attn_implementation_internal = replaced
+
+
+_switches = _Switches()
+
+
 @contextmanager
 def packed_attention(config: PretrainedConfig) -> Iterator[None]:
     """Let every layer that reads `config` use the pool's attention inside this block.
@@ -24,12 +55,11 @@ def packed_attention(config: PretrainedConfig) -> Iterator[None]:
     The switch lasts for one forward, so that whatever else a model does runs on the implementation it had. A forward of another thread or
     model that reads the same config meanwhile carries no step, and gets what the switch replaced.
     """
-    replaced = config._attn_implementation_internal
-    config._attn_implementation_internal = _register_over(replaced)
+    _switches.enter(config)
     try:
         yield
     finally:
-        config._attn_implementation_internal = replaced
+        _switches.leave(config)
 
 
 def _register_over(replaced: str) -> str:

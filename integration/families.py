@@ -10,6 +10,9 @@ from transformers import PreTrainedModel
 # Class name: what its tests cover.
 SUPPORTED = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5 and models distilled into them; with and without sliding windows"}
 
+# Rotary embeddings that rotate a position alike whatever the length of the sequence; only then may K be reused in a longer one.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -28,7 +31,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 
     Raises:
         TypeError: not a model of a supported class.
-        NotImplementedError: its layers are spread over several devices.
+        NotImplementedError: its layers are spread over several devices, or its rotary embedding depends on the sequence's length.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or name not in SUPPORTED:
@@ -39,6 +42,13 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         raise NotImplementedError(
             f"patch_model: all weights must lie on one device, this model's lie on {', '.join(sorted(map(str, devices)))}: "
             "load it without device_map, or with everything on one device"
+        )
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ROPE_TYPES:
+        raise NotImplementedError(
+            f"patch_model: rotary embeddings of type {rope_type!r} are not supported, because they change with the length of a prompt; "
+            f"supported types: {', '.join(ROPE_TYPES)}"
         )
     return ModelShape(
         num_layers=config.num_hidden_layers,

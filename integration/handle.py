@@ -75,9 +75,14 @@ class ModelCache(PrefixCache):
             self.store(held.batch)
 
     def _insert_dynamic(self, token_ids: Any, cache: Cache) -> None:
+        if not isinstance(cache, Cache):
+            raise TypeError(f"insert: cache must be a DynamicCache of transformers, got {type(cache).__name__}")
         ids = np.atleast_2d(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids))
         num_stored = int(cache.get_seq_length())
-        layers = [(layer.keys, layer.values) for layer in cache.layers]
+        if not num_stored:
+            raise ValueError("insert: the cache is empty")
+        # Detached, or the pool would keep the graph of whatever computed them.
+        layers = [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
         expected = (len(ids), self.shape.num_kv_heads, num_stored, self.shape.head_dim)
         if num_stored > ids.shape[1]:
             raise ValueError(f"insert: the cache holds {num_stored} tokens, token_ids only {ids.shape[1]}")

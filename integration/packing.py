@@ -12,6 +12,7 @@ from radixkv.attention import Step
 from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
 from radixkv.integration.hf_cache import GenerationCache, StepCache
 from radixkv.sequence import Batch
+from radixkv.token_key import token_key
 
 
 def packed_forward(
@@ -20,7 +21,7 @@ def packed_forward(
     """Run one forward of generate() on the packed tokens alone.
 
     Args:
-        model: the patched model. call: its class's own `__call__` or `forward`, bound.
+        model: the patched model. call: its class's own `forward` (or `__call__`), bound.
         cache: the rows; admitted by the first forward, one token longer after each later one.
         argument: the name under which the model takes a cache.
         lease: the prefix chosen by hand, or None to search. Read by the first forward.
@@ -35,8 +36,10 @@ def packed_forward(
     keep = inputs.pop("logits_to_keep", 0)
     for name in ("position_ids", "cache_position", "inputs_embeds", argument):
         inputs.pop(name, None)
-    if not isinstance(keep, int):
-        raise NotImplementedError("radixkv: logits_to_keep as a tensor is not supported in generate()")
+    if not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep must be an int of at least 0 in generate() of a patched model, got {keep!r}")
+    if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must be int64 [rows, columns] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}")
     num_rows, num_columns = input_ids.shape
     keep = num_columns if keep == 0 else min(keep, num_columns)
 
@@ -59,11 +62,16 @@ def _prompt(
     cache: GenerationCache, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, lease: Any, run: Callable
 ) -> Any:
     ids = input_ids.cpu().numpy()
-    real = np.ones(ids.shape, dtype=bool) if mask is None else mask[:, -ids.shape[1] :].cpu().numpy() != 0
+    if mask is None:
+        real = np.ones(ids.shape, dtype=bool)
+    elif mask.shape[1] != ids.shape[1] or mask.shape[0] not in (1, ids.shape[0]):
+        raise ValueError(f"attention_mask must be {list(ids.shape)} like input_ids, got {list(mask.shape)}")
+    else:
+        real = np.broadcast_to(mask.cpu().numpy() != 0, ids.shape)
     num_real = real.sum(1)
     if not num_real.all():
         raise ValueError(f"input_ids: row {int(num_real.argmin())} holds no token, its attention_mask is all zeros")
-    keys = [row[row_real].astype("<i4").tobytes() for row, row_real in zip(ids, real, strict=True)]
+    keys = [token_key(row[row_real]) for row, row_real in zip(ids, real, strict=True)]
     kept = real[:, -keep:]
     batch = cache.prefix_cache.admit(keys, kept.sum(1).tolist(), lease)
     cache.take(batch)

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
+from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
 from radixkv.integration.handle import ModelCache
 from radixkv.integration.hf_cache import GenerationCache, cache_argument
@@ -45,9 +46,9 @@ def patch_model(model: Any, *, num_blocks: int | None, block_size: int, backend:
     base: type = type(model)
     if hasattr(base, BASE_CLASS):
         raise ValueError("patch_model: this model is already patched; its handle is model.radixkv")
-    if not isinstance(namespace, tuple):
-        raise ValueError(f"patch_model: namespace must be a tuple, got {type(namespace).__name__}")
+    require_namespace("patch_model", namespace)
     handle = ModelCache(model_shape(model), num_blocks=num_blocks, block_size=block_size, backend=backend, namespace=namespace)
+    handle.follow(model)
     model.__class__ = _patched_class(base)
     model.radixkv = handle
     pool = handle.pool
@@ -78,14 +79,15 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
     def call(self, *args, **kwargs):
         cache = kwargs.get(argument)
         if isinstance(cache, GenerationCache):
-            return _forward(self, functools.partial(base.__call__, self), cache, argument, args, kwargs)
-        if _current_call.get() is None:
+            # Hooks on the model belong around the padded call. An instance's own forward (accelerate's hooks) hides the class's below.
+            if "forward" in self.__dict__:
+                return _forward(self, functools.partial(base.__call__, self), cache, argument, args, kwargs)
+        elif _current_call.get() is None:
             self.radixkv.count_stock_call()
         return base.__call__(self, *args, **kwargs)
 
     @functools.wraps(base.forward)
     def forward(self, *args, **kwargs):
-        # generate() of 4.57 calls forward itself in places; a packed call arrives here with a StepCache.
         cache = kwargs.get(argument)
         if isinstance(cache, GenerationCache):
             return _forward(self, functools.partial(base.forward, self), cache, argument, args, kwargs)
@@ -209,8 +211,17 @@ def _stock_reason(
         "position_ids were given": call.positions_given,
         "attentions or hidden states are asked for": bool(config.output_attentions or config.output_hidden_states),
         "the model is in training mode": model.training,
-        "the batch is padded on the right": mask is not None and not bool((mask[:, -1] != 0).all()),
+        "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
     }
+    if mask is not None:
+        real = mask != 0
+        windowed = getattr(model.config, "sliding_window", None) is not None
+        reasons |= {
+            "the batch is padded on the right": not bool(real[:, -1].all()),
+            "the attention mask holds more than 0 and 1": bool((real & (mask != 1)).any()),
+            # A window counts columns; without the holes' columns it would reach further.
+            "the attention mask has holes, and the model a sliding window": windowed and bool((real[:, :-1] & ~real[:, 1:]).any()),
+        }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 

@@ -59,9 +59,10 @@ class PrefixCache:
             `release()`, by the end of a `with` block, when an output that used it is inserted or dropped, or when it is dropped itself.
 
         Raises:
-            ValueError: token_ids is not a flat run of token ids.
+            ValueError: token_ids is not a flat run of token ids, or namespace is not a tuple.
         """
         key = token_key(token_ids)
+        require_namespace("match_prefix", namespace)
         with self.lock:
             self._collect()
             return self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)))
@@ -98,6 +99,16 @@ class PrefixCache:
             self.pool.release(self.tree.clear())
             self._counters.evicted_before += self.tree.evicted_tokens - evicted
 
+    def invalidate(self) -> None:
+        """The model's weights changed: nothing cached so far is served again, and what nobody holds is dropped.
+
+        A patched model sees for itself that its parameters were written or replaced, except for writes through `parameter.data`, which
+        leave no trace: call this after those.
+        """
+        with self.lock:
+            self._weights_version += 1
+            self.clear()
+
     def check(self) -> None:
         """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.
 
@@ -115,12 +126,6 @@ class PrefixCache:
     def full_namespace(self, namespace: tuple = ()) -> tuple:
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
         return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
-
-    def invalidate(self) -> None:
-        """The model's weights changed: nothing cached so far is served again, and what nobody holds is dropped."""
-        with self.lock:
-            self._weights_version += 1
-            self.clear()
 
     def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
         """Start over, empty, on another pool.
@@ -286,11 +291,11 @@ class PrefixCache:
         tokens = prompt_tokens if phase == "prefill" else decode_tokens
         arrays = tokens(sequences, self.pool.block_size)
         plan = assemble(phase, sequences, arrays, self.backend.build_work, batch.carried, self.pool.device)
+        if batch.counted:
+            self._counters.computed_tokens += plan.num_tokens
         yield Step(self.pool, self.backend, plan)
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
-        if batch.counted:
-            self._counters.computed_tokens += plan.num_tokens
 
     def _shrink_leases(self) -> None:
         """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""
@@ -329,10 +334,12 @@ class PrefixCache:
 
     def _let_go(self, batch: Batch) -> None:
         for sequence in batch.sequences:
-            self.pool.release(sequence.blocks[sequence.num_leased :])
-            if sequence.lease is not None:
-                sequence.lease.release()
-                sequence.lease = None
+            # Out of the row first: whatever interrupts this, nothing is released twice.
+            own, lease = sequence.blocks[sequence.num_leased :], sequence.lease
+            sequence.blocks, sequence.lease = [], None
+            self.pool.release(own)
+            if lease is not None:
+                lease.release()
 
     def _count_requests(self, batch: Batch) -> None:
         counters = self._counters
@@ -341,3 +348,13 @@ class PrefixCache:
             counters.hits += 2 * sequence.hit_len >= sequence.num_tokens
             counters.prompt_tokens += sequence.num_tokens
             counters.cached_tokens += sequence.hit_len
+
+
+def require_namespace(function: str, namespace: tuple) -> None:
+    """Raise ValueError unless namespace is a tuple that can be looked up."""
+    if not isinstance(namespace, tuple):
+        raise ValueError(f"{function}: namespace must be a tuple, got {type(namespace).__name__}")
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise ValueError(f"{function}: namespace must hold hashable values only: {error}") from None

@@ -29,7 +29,6 @@ class Lease:
     __slots__ = ("tree", "length", "namespace", "released", "_key", "_node", "_num_borrowers", "_in_with_block", "__weakref__")
 
     def __init__(self, tree: RadixTree, node: Node | None, key: bytes, length: int, namespace: tuple) -> None:
-        self.released = False
         self.tree = tree
         self.length = length
         self.namespace = namespace
@@ -37,6 +36,7 @@ class Lease:
         self._node = node
         self._num_borrowers = 0
         self._in_with_block = False
+        self.released = False
 
     @property
     def tokens(self) -> bytes:
@@ -81,8 +81,8 @@ class Lease:
             self.release()
 
     def __del__(self) -> None:
-        # May run in the middle of a tree operation: one append to the deque, and nothing else.
-        if not self.released:
+        # May run in the middle of a tree operation: one append to the deque, and nothing else. Or after an interrupted __init__.
+        if not getattr(self, "released", True):
             self.release()
 
     def __reduce_ex__(self, protocol: object) -> str:

@@ -56,7 +56,7 @@ class BlockPool:
     ) -> None:
         sizes = {"num_blocks": num_blocks, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ValueError(f"BlockPool: {name} must be an int of at least 1, got {size!r}")
         require_block_size("BlockPool", block_size)
         if dtype not in DTYPES:
@@ -147,8 +147,8 @@ class BlockPool:
 
     def reference_count(self, block_id: int) -> int:
         """How many hold the block; 0 when it is free. Raises ValueError for an id that is not of this pool."""
-        if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"reference_count: block id must be in 0..{self.num_blocks - 1}, got {block_id}")
+        if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"reference_count: block id must be an int in 0..{self.num_blocks - 1}, got {block_id!r}")
         return self._counts[block_id]
 
     def check(self, *holders: Iterable[int]) -> None:
@@ -178,15 +178,15 @@ class BlockPool:
                 raise AssertionError(f"block {block_id} has {count} references, but its holders list it {listed} times")
 
     def _require_held(self, action: str, block_id: int) -> None:
-        if not 0 <= block_id < self.num_blocks:
-            raise ValueError(f"{action}: block id must be in 0..{self.num_blocks - 1}, got {block_id}")
+        if type(block_id) is not int or not 0 <= block_id < self.num_blocks:
+            raise ValueError(f"{action}: block id must be an int in 0..{self.num_blocks - 1}, got {block_id!r}")
         if not self._counts[block_id]:
             raise ValueError(f"{action}: block {block_id} is free, nobody holds it")
 
 
 def require_block_size(function: str, block_size: int) -> None:
     """Raise ValueError unless block_size is a power of two of at least 16."""
-    if not isinstance(block_size, int) or block_size < 16 or block_size & (block_size - 1):
+    if type(block_size) is not int or block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"{function}: block_size must be a power of two and at least 16, got {block_size!r}")
 
 

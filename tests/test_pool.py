@@ -137,7 +137,7 @@ def test_a_double_free_within_one_call_raises_and_changes_nothing():
 
 def test_reference_count_of_a_foreign_id_raises():
     for block in (-1, 8):
-        with pytest.raises(ValueError, match="block id must be in 0..7"):
+        with pytest.raises(ValueError, match="block id must be an int in 0..7"):
             make_pool(8).reference_count(block)
 
 
