@@ -115,7 +115,7 @@ def test_ids_that_are_none(patched, bad):
 
 def test_window_and_a_mask_with_holes():
     """Stock counts a window in columns, holes included; positions without the holes let it reach further."""
-    settings = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
+    settings: dict = {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}
     reference = tiny_qwen2(seed=4, **settings)
     model = radixkv.patch_model(tiny_qwen2(seed=4, **settings), num_blocks=40, block_size=16)
     ids = prompt(50, seed=7)[None]
