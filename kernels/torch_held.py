@@ -91,12 +91,10 @@ def attend_held(held: Held, query: Tensor, scale: float, round_as_sdpa: bool) ->
     dtype = query.dtype
     # [1, num_kv_heads, group, head_dim] x [1, num_kv_heads, num_keys, head_dim]
     grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
-    if dtype.itemsize < 4 and round_as_sdpa:
-        out, lse = attend_by_head(grouped, key, value, scale)
-    elif dtype.itemsize < 4:
-        out, lse = cpu_flash(grouped.float(), key.float(), value.float(), 0.0, False, scale=scale)
-    else:
-        out, lse = cpu_flash(grouped, key, value, 0.0, False, scale=scale)
+    if dtype.itemsize < 4 and not round_as_sdpa:
+        grouped, key, value = grouped.float(), key.float(), value.float()
+    # By head also in fp32: that makes more, smaller pieces of work, which threads share out more evenly than one per K/V head.
+    out, lse = attend_by_head(grouped, key, value, scale)
     return out.reshape(query.shape).to(dtype), lse.reshape(1, -1)
 
 

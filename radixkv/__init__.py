@@ -6,6 +6,7 @@ transformers: those are imported by what uses them.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 from radixkv.cache import PrefixCache
@@ -42,6 +43,7 @@ def patch_model(
         ValueError: an argument is wrong, the model is already patched, or the backend cannot run on the model's device.
         ImportError: transformers is not installed.
     """
+    _require_transformers("patch_model")
     from radixkv.integration.patch import patch_model as patch
 
     return patch(model, num_blocks=num_blocks, block_size=block_size, backend=backend, namespace=namespace)
@@ -59,6 +61,12 @@ def unpatch_model(model: Any) -> Any:
     Raises:
         ValueError: the model is not patched.
     """
+    _require_transformers("unpatch_model")
     from radixkv.integration.patch import unpatch_model as unpatch
 
     return unpatch(model)
+
+
+def _require_transformers(function: str) -> None:
+    if find_spec("transformers") is None:
+        raise ImportError(f"{function} needs transformers 4.57 or newer, which is not installed: pip install 'radixkv[hf]'")

@@ -26,7 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("auto", "torch", "triton"), default="auto", help="of parts 1 to 4 (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=_positive, default=24, metavar="N", help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--document", metavar="FILE", help="a text file to ask about instead of the first shipped document")
-    parser.add_argument("--question", nargs="+", default=[], metavar="TEXT", help="what to ask about the first document")
+    parser.add_argument("--question", nargs="+", action="extend", default=[], metavar="TEXT", help="what to ask about the first document")
 
 
 def run(options: argparse.Namespace) -> int:

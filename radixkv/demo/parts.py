@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 from tqdm import tqdm
@@ -194,8 +195,14 @@ def _check_against_stats(part: str, models: Models, pairs: Sequence[Pair], repor
 
 
 def _shares_enough(documents: Sequence[Sequence[Prompt]]) -> bool:
-    """Whether every prompt shares at least half of itself with the others of its document, so that reusing that is a hit."""
-    return all(2 * prompt.shared_len >= len(prompt.tokens) for document in documents for prompt in document)
+    """Whether a prompt reuses half of itself from its own document, and not from another one's: only then is the number of hits known.
+
+    A short document is outweighed by what the chat template puts before it.
+    """
+    prompts = [prompt for document in documents for prompt in document]
+    firsts = [document[0].tokens for document in documents]
+    across = max((len(commonprefix([one, other])) for i, one in enumerate(firsts) for other in firsts[:i]), default=0)
+    return all(2 * prompt.shared_len >= len(prompt.tokens) > 2 * across for prompt in prompts)
 
 
 def _describe_hits(pairs: Sequence[Pair]) -> str:
