@@ -25,7 +25,7 @@ HELD_BYTES = 4 << 20
 
 @dataclass
 class Held:
-    """The gathered K and V `[1, num_kv_heads, capacity, head_dim]` of one layer of one sequence, of which num_keys are written.
+    """The gathered K and V of one layer of one sequence, `[num_kv_heads, group (broadcast), capacity, head_dim]`, num_keys of them written.
 
     The tails are views of the last block, `[num_kv_heads, block_size, head_dim]`: here, and in the pools.
     """
@@ -69,14 +69,16 @@ def hold(arguments: tuple, plan: Work) -> Held | None:
         pool.view(num_blocks * num_kv_heads, block_size * head_dim).index_select(0, heads).view(1, num_kv_heads, -1, head_dim)
         for pool in (k_pool, v_pool)
     )
-    held = carried[k_pool.data_ptr()] = make_held(key, value, plan, k_pool, v_pool)
+    held = carried[k_pool.data_ptr()] = make_held(key, value, query.shape[1] // num_kv_heads, plan, k_pool, v_pool)
     return held
 
 
-def make_held(key: Tensor, value: Tensor, plan: Work, k_pool: Tensor, v_pool: Tensor) -> Held:
-    """Wrap the gathered blocks of the only sequence."""
+def make_held(key: Tensor, value: Tensor, group: int, plan: Work, k_pool: Tensor, v_pool: Tensor) -> Held:
+    """Wrap the gathered blocks `[1, num_kv_heads, capacity, head_dim]` of the only sequence."""
     last, start = int(plan.block_ids[0][-1]), key.shape[2] - k_pool.shape[2]
-    return Held(key, value, plan.seq_lens[0], start, key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
+    tails = (key[0, :, start:], value[0, :, start:], k_pool[last], v_pool[last])
+    key, value = (tensor[0].unsqueeze(1).expand(-1, group, -1, -1) for tensor in (key, value))
+    return Held(key, value, plan.seq_lens[0], start, *tails)
 
 
 def may_hold(item: Item, plan: Work, key: Tensor, k_pool: Tensor) -> bool:
@@ -86,16 +88,18 @@ def may_hold(item: Item, plan: Work, key: Tensor, k_pool: Tensor) -> bool:
 
 
 def attend_held(held: Held, query: Tensor, scale: float, round_as_sdpa: bool) -> tuple[Tensor, Tensor]:
-    """Attend `[1, num_heads, head_dim]` to all held keys; see Work for round_as_sdpa."""
+    """Attend `[1, num_heads, head_dim]` to all held keys; see Work for round_as_sdpa.
+
+    Each query head is a product of its own, see attend_by_head; in fp32 too, since threads share out many small pieces more evenly.
+    """
     key, value = held.key.narrow(2, 0, held.num_keys), held.value.narrow(2, 0, held.num_keys)
-    dtype = query.dtype
-    # [1, num_kv_heads, group, head_dim] x [1, num_kv_heads, num_keys, head_dim]
-    grouped = query.reshape(1, key.shape[1], -1, query.shape[-1])
-    if dtype.itemsize < 4 and not round_as_sdpa:
-        grouped, key, value = grouped.float(), key.float(), value.float()
-    # By head also in fp32: that makes more, smaller pieces of work, which threads share out more evenly than one per K/V head.
-    out, lse = attend_by_head(grouped, key, value, scale)
-    return out.reshape(query.shape).to(dtype), lse.reshape(1, -1)
+    # [num_kv_heads, group, 1, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
+    heads = query.reshape(*key.shape[:2], 1, query.shape[2])
+    if query.dtype.itemsize < 4 and not round_as_sdpa:
+        out, lse = cpu_flash(heads.float(), key.float(), value.float(), 0.0, False, scale=scale)
+        return out.view(query.shape).to(query.dtype), lse.view(1, -1)
+    out, lse = cpu_flash(heads, key, value, 0.0, False, scale=scale)
+    return out.view(query.shape), lse.view(1, -1)
 
 
 def attend_by_head(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:

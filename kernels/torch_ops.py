@@ -219,7 +219,7 @@ def _attend(
     query = query.to(item.dtype)
     key, value = _gather(k_pool, item), _gather(v_pool, item)
     if plan is not None and plan.carried is not None and may_hold(item, plan, key, k_pool):
-        plan.carried[k_pool.data_ptr()] = make_held(key, value, plan, k_pool, v_pool)
+        plan.carried[k_pool.data_ptr()] = make_held(key, value, query.shape[2], plan, k_pool, v_pool)
     key, value = (tensor.narrow(2, item.first_key, item.end_key - item.first_key) for tensor in (key, value))
     if item.num_rows == item.num_seqs:
         if item.dtype.itemsize < 4 and item.mask is None:
