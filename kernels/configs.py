@@ -10,15 +10,23 @@ from dataclasses import dataclass
 
 import torch
 
+from radixkv.kernels.items import Layout
+
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32, 64, 128)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # cuda: at least 160 KB of shared memory per program (A100, H100, B200); cuda_small: 99 KB (consumer cards); hip: 64 KB.
 ARCHS = ("cuda", "cuda_small", "hip")
 
-# Tokens per decode item. 256 keeps the fp32 partials of a group of 8 under 7 % of the bytes of K and V, and cuts a
-# sequence of 8,000 tokens in 32 items per K/V head.
+# Keys per range of the exact plan, a constant so that a row's ranges depend on nothing but positions. 256 keeps the fp32
+# partials of a group of 8 under 7 % of the bytes of K and V, and cuts a sequence of 8,000 tokens in 32 items per K/V head.
 CHUNK = 256
+# Ranges of the default plan begin at multiples of this many keys, the largest tile of any kernel.
+KV_TILE = 64
+# Programs per multiprocessor of a wide kernel: its rows and keys fill the registers of two.
+_WIDE_CTAS = 2
+# Rows of a wide item: two warpgroups' worth, as in a prefill tile.
+_WIDE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -46,22 +54,26 @@ class DecodeConfig:
     """How decode_attention is tiled and launched.
 
     Attributes:
-        chunk: keys per work item.
-        tile_h: query heads per program, a power of two; a larger group takes several programs per item.
+        chunk: keys per range of the exact plan.
+        tile_rows: (token, query head) rows per program, a power of two; a larger group takes several programs per item.
         tile_kv: keys per loop trip.
         tile_d: head_dim padded to a power of two.
         splits: running softmaxes that share out the keys of a tile; a split has 16 keys, the
             smallest inner size of a dot, which lie in one block.
         num_warps, num_stages: Triton's launch options.
+        ctas: programs per multiprocessor of the persistent grid.
+        max_registers: registers per thread that ptxas may use; None: as many as it likes.
     """
 
     chunk: int
-    tile_h: int
+    tile_rows: int
     tile_kv: int
     tile_d: int
     splits: int
     num_warps: int
     num_stages: int
+    ctas: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -93,17 +105,17 @@ _PREFILL = {
     (4, 256): (16, {"cuda": (16, 8, 1), "cuda_small": (16, 8, 1), "hip": (16, 4, 1)}),
 }
 
-# (bytes per element, tile_d) -> {arch: (tile_h, tile_kv, splits, num_warps, num_stages)}
+# (bytes per element, tile_d) -> {arch: (tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers)}
 _DECODE = {
     # 16 heads and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. 5 stages: see prefill.
-    (2, 64): {"cuda": (16, 64, 4, 4, 5), "cuda_small": (16, 64, 4, 4, 5), "hip": (16, 64, 4, 4, 1)},
-    (2, 128): {"cuda": (16, 64, 4, 4, 5), "cuda_small": (16, 64, 4, 4, 5), "hip": (16, 64, 4, 4, 1)},
+    (2, 64): {"cuda": (16, 64, 4, 4, 5, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+    (2, 128): {"cuda": (16, 64, 4, 4, 5, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
     # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
-    (2, 256): {"cuda": (16, 32, 2, 4, 5), "cuda_small": (16, 32, 2, 4, 5), "hip": (16, 32, 2, 4, 1)},
+    (2, 256): {"cuda": (16, 32, 2, 4, 5, 3, None), "cuda_small": (16, 32, 2, 4, 5, 1, None), "hip": (16, 32, 2, 4, 1, 2, None)},
     # IEEE fp32, see prefill: 4 heads and two splits shared by 8 warps do not spill, window and softcap included.
-    (4, 64): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
-    (4, 128): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
-    (4, 256): {"cuda": (4, 32, 2, 8, 1), "cuda_small": (4, 32, 2, 8, 1), "hip": (4, 32, 2, 8, 1)},
+    (4, 64): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
+    (4, 128): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
+    (4, 256): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
 }
 
 
@@ -115,7 +127,7 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype, block_size: in
         group: query heads per K/V head.
         dtype: float32, float16 or bfloat16.
         block_size: tokens per block, a power of two from 16.
-        arch: one of ARCHS; changes neither tile_q nor tile_rows.
+        arch: one of ARCHS; changes neither tile_q nor tile_rows, so that a work list fits every device.
 
     Raises:
         ValueError: no configuration for these.
@@ -132,8 +144,38 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int
     key = _table_key("decode_config", head_dim, dtype, block_size, arch)
     if group < 1:
         raise ValueError(f"decode_config: group must be at least 1, got {group}")
-    tile_h, tile_kv, splits, num_warps, num_stages = _DECODE[key][arch]
-    return DecodeConfig(CHUNK, tile_h, tile_kv, key[1], splits, num_warps, num_stages)
+    tile_rows, tile_kv, splits, *launch = _DECODE[key][arch]
+    return DecodeConfig(CHUNK, tile_rows, tile_kv, key[1], splits, *launch)
+
+
+def layout_for(
+    head_dim: int, group: int, dtype: torch.dtype, block_size: int, num_kv_heads: int, arch: str = "cuda", num_sms: int = 132
+) -> Layout:
+    """Return what the item lists of one kind of head must fit.
+
+    Args:
+        head_dim, group, dtype, block_size, arch: as in prefill_config.
+        num_kv_heads: K/V heads of a layer.
+        num_sms: multiprocessors of the device.
+
+    Raises:
+        ValueError: no configuration for these.
+    """
+    decode = decode_config(head_dim, group, dtype, block_size, arch)
+    return Layout(
+        group=group,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        block_size=block_size,
+        narrow_entries=max(1, decode.tile_rows // group),
+        wide_entries=max(1, _WIDE_ROWS // group),
+        tile_kv=KV_TILE,
+        tile_q=prefill_config(head_dim, group, dtype, block_size, arch).tile_q,
+        chunk=CHUNK,
+        narrow_slots=num_sms * decode.ctas,
+        wide_slots=num_sms * _WIDE_CTAS,
+    )
 
 
 def all_configs(group: int = 7) -> list[ConfigCase]:

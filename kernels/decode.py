@@ -275,7 +275,7 @@ def decode_attention(
     part_out = torch.empty((items.shape[0], shape.num_heads, shape.head_dim), dtype=torch.float32, device=query.device)
     part_lse = torch.empty(part_out.shape[:2], dtype=torch.float32, device=query.device)
     if items.shape[0] > 0:
-        head_tiles = triton.cdiv(shape.group, config.tile_h)
+        head_tiles = triton.cdiv(shape.group, config.tile_rows)
         with torch.cuda.device_of(query):
             _decode_kernel[(items.shape[0] * shape.num_kv_heads * head_tiles,)](
                 part_out,
@@ -298,7 +298,7 @@ def decode_attention(
                 GROUP=shape.group,
                 HEAD_DIM=shape.head_dim,
                 BLOCK_SIZE=shape.block_size,
-                TILE_H=config.tile_h,
+                TILE_H=config.tile_rows,
                 TILE_KV=config.tile_kv,
                 TILE_D=config.tile_d,
                 SPLITS=config.splits,
