@@ -147,7 +147,7 @@ def _items(
         return kept[key]
     shape = check_attention(function, query, k_pool, v_pool, block_table, seq_lens, cu_query_lens, sliding_window, softcap)
     if plan is None:
-        plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch", tile_q=0, chunk=0)
+        plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch")
     if sum(plan.query_lens) != shape.num_tokens:
         raise ValueError(f"{function}: plan must be for {shape.num_tokens} query tokens, got {sum(plan.query_lens)}")
     as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and has_flash(query, softcap)

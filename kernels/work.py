@@ -2,29 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from radixkv.kernels.items import ItemLists, Layout, decode_items, prompt_items
 
 Phase = Literal["prefill", "decode"]
 Backend = Literal["torch", "triton"]
 
 
 @dataclass(frozen=True)
+class SplitItems:
+    """The items of one split kernel, narrow or wide.
+
+    Attributes:
+        items: int32 `[capacity, 5]`: first entry, number of entries, sequence whose row of the block table is read, first key, end key.
+            Heaviest first; the row tiles of one range are neighbours.
+        count: int32 `[1]`, the live items; what lies past them is garbage. Read on the device.
+    """
+
+    items: Tensor
+    count: Tensor
+
+    @property
+    def capacity(self) -> int:
+        return self.items.shape[0]
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Fixed sizes of a work's tensors, for works that are copied into one another's addresses.
+
+    Attributes:
+        num_tokens: tokens of the step. num_items: items of either kernel. num_partials: partials and entries.
+    """
+
+    num_tokens: int
+    num_items: int
+    num_partials: int
+
+
+@dataclass(frozen=True)
 class Work:
     """What the layers of one forward step share, so that no layer waits for the device.
 
+    A token is a packed row of query; in decode token n is the last one of sequence n. Its end is its position + 1, the number of keys
+    that it may see. A token's keys lie in ranges; entry e of an item is one token that attends to the item's range, and writes one
+    partial. All tensors are int32 and live on the device.
+
     Attributes:
-        query_lens: new tokens of each sequence (1 in decode).
-        seq_lens: tokens of each sequence, the new ones included.
+        query_lens: new tokens of each sequence (1 in decode), when the work was built.
+        seq_lens: tokens of each sequence, the new ones included, when the work was built.
         block_ids: per sequence int64 `[num_blocks]` on the device; torch backend only, else empty.
-        prefill_tiles: int32 `[num_tiles, 2]`: sequence, first query token inside that sequence. Heaviest first. Triton prefill only.
-        decode_items: int32 `[num_items, 4]`: sequence, first key, end key, partial index. Triton decode only.
-        merge_ranges: int32 `[num_seqs + 1]`: the partials of sequence n are merge_ranges[n] up to merge_ranges[n + 1]. Triton decode only.
-        tile_q: query tokens of one prefill tile; 0 where there are no prefill tiles.
-        chunk: keys of one decode item; 0 where there are no decode items.
+        prefill_tiles: `[num_tiles, 2]`: sequence, first query token inside that sequence. Heaviest first, none empty. They are
+            computed without partials.
+        tile_q: query tokens of one prefill tile.
+        narrow: the items of few rows: private ranges of decode rows, and small shared ones.
+        wide: the items of many rows: short extensions of long prefixes, and ranges that many decode rows share.
+        entry_tokens: `[num_entries]`, the token of each entry.
+        entry_partials: `[num_entries]`, the partial that each entry writes. Those of a token are consecutive, in order of position.
+        ends: `[num_tokens]`, the end of each token; None: decode, where seq_lens on the device holds the ends.
+        merge_tokens: `[M]`: row merge_tokens[m] of the output is the merge of the partials merge_ranges[m] up to merge_ranges[m + 1].
+        merge_ranges: `[M + 1]`; an empty range gives out 0 and lse -inf.
+        merge_count: `[1]`, how many of merge_tokens are live.
+        num_partials: capacity of the partial buffers.
+        rebuild_at: per sequence the length from which on the work no longer serves; empty for the torch backend.
         scratch: what a backend keeps for the step, by name; filled by the functions that read the work.
         carried: what the torch backend keeps from one step to the next of the same sequences, each then one token longer; None: nothing.
         round_as_sdpa: torch backend on a CPU, half precision: compute each row in one call and round as
@@ -35,55 +82,85 @@ class Work:
     seq_lens: list[int]
     block_ids: list[Tensor]
     prefill_tiles: Tensor | None = None
-    decode_items: Tensor | None = None
-    merge_ranges: Tensor | None = None
     tile_q: int = 0
-    chunk: int = 0
+    narrow: SplitItems | None = None
+    wide: SplitItems | None = None
+    entry_tokens: Tensor | None = None
+    entry_partials: Tensor | None = None
+    ends: Tensor | None = None
+    merge_tokens: Tensor | None = None
+    merge_ranges: Tensor | None = None
+    merge_count: Tensor | None = None
+    num_partials: int = 0
+    rebuild_at: list[int] = field(default_factory=list)
     scratch: dict[str, Any] = field(default_factory=dict)
     carried: dict[Any, Any] | None = None
     round_as_sdpa: bool = False
 
+    def partials(self, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+        """Return the buffers of the partials, fp32 `[num_partials, num_heads, head_dim]` and `[num_partials, num_heads]`.
+
+        The layers of a step share them; the first call for these sizes allocates them.
+        """
+        buffers = self.scratch.setdefault("partials", {})
+        if (num_heads, head_dim) not in buffers:
+            assert self.entry_partials is not None, "work without split items has no partials"
+            device = self.entry_partials.device
+            part_out = torch.empty((self.num_partials, num_heads, head_dim), dtype=torch.float32, device=device)
+            buffers[num_heads, head_dim] = part_out, torch.empty(part_out.shape[:2], dtype=torch.float32, device=device)
+        return buffers[num_heads, head_dim]
+
 
 def build_work(
-    block_table_rows: list[list[int]],
-    query_lens: list[int],
-    seq_lens: list[int],
+    block_tables: Sequence[Sequence[int]] | np.ndarray,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
     *,
-    phase: Phase,
+    phases: Phase | Sequence[Phase],
     backend: Backend,
-    tile_q: int,
-    chunk: int,
+    layout: Layout | None = None,
+    window: int | None = None,
+    exact: bool = False,
+    capacity: Capacity | None = None,
     device: torch.device | str,
 ) -> Work:
-    """Build the work list of one step from host lists; nothing is read back from the device.
+    """Build the work list of one step from host data; nothing is read back from the device.
 
     Args:
-        block_table_rows: per sequence the ids of the blocks that hold its tokens, and no more.
+        block_tables: per sequence the ids of the blocks that hold its tokens, and no more; or an int32 array
+            `[num_seqs, max_blocks]`, of which what lies past a sequence's end is not looked at (Triton only).
         query_lens: per sequence the number of new tokens, 0 or more; 1 in decode.
         seq_lens: per sequence the number of tokens, the new ones included.
-        phase: which attention will run.
+        phases: which attention will run, for all sequences or for each.
         backend: which implementation will run.
-        tile_q: query tokens per prefill tile, from prefill_config.
-        chunk: tokens per decode item, from decode_config; borders are at absolute multiples of it.
+        layout: what its kernels prescribe, from configs.layout_for; Triton only.
+        window: only that many last keys are seen, a query's own included; None: all. One work serves one window.
+        exact: the exact plan: a row's result does not depend on the rest of the batch.
+        capacity: sizes of the tensors; None: as large as they need to be.
         device: where the tensors are to live.
 
     Raises:
-        ValueError: lists of different lengths, or a decode step whose query_lens are not all 1.
+        ValueError: lists of different lengths, a decode row whose query_len is not 1, or Triton without a layout.
     """
-    if not len(block_table_rows) == len(query_lens) == len(seq_lens):
+    num_seqs = len(seq_lens)
+    phase_list = [phases] * num_seqs if isinstance(phases, str) else list(phases)
+    if not len(block_tables) == len(query_lens) == num_seqs == len(phase_list):
         raise ValueError(
-            f"build_work: lists must be of one length, got {len(block_table_rows)} block_table_rows, "
-            f"{len(query_lens)} query_lens, {len(seq_lens)} seq_lens"
+            f"build_work: lists must be of one length, got {len(block_tables)} block_tables, "
+            f"{len(query_lens)} query_lens, {num_seqs} seq_lens, {len(phase_list)} phases"
         )
-    if phase == "decode" and any(query_len != 1 for query_len in query_lens):
+    if any(phase == "decode" and query_len != 1 for phase, query_len in zip(phase_list, query_lens, strict=True)):
         raise ValueError("build_work: query_lens must all be 1 in decode")
     if backend == "torch":
-        block_ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in block_table_rows]
-        return Work(query_lens, seq_lens, block_ids)
-    if phase == "prefill":
-        return Work(query_lens, seq_lens, [], prefill_tiles=_prefill_tiles(query_lens, seq_lens, tile_q, device), tile_q=tile_q)
-    decode_items, merge_ranges = _decode_items(seq_lens, chunk, device)
-    return Work(query_lens, seq_lens, [], decode_items=decode_items, merge_ranges=merge_ranges, chunk=chunk)
+        block_ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in block_tables]
+        return Work(list(query_lens), list(seq_lens), block_ids)
+    if layout is None:
+        raise ValueError("build_work: the triton backend needs a layout, got None")
+    if any(phase == "decode" for phase in phase_list):
+        lists = decode_items(np.zeros((num_seqs, 0), np.int32), np.array(seq_lens), layout, window=window, exact=exact, share=False)
+    else:
+        lists = prompt_items(np.array(query_lens), np.array(seq_lens), layout, window=window, exact=exact)
+    return _upload(list(query_lens), list(seq_lens), lists, layout, device)
 
 
 def work_from_tensors(
@@ -93,8 +170,9 @@ def work_from_tensors(
     *,
     block_size: int,
     backend: Backend,
-    tile_q: int,
-    chunk: int,
+    layout: Layout | None = None,
+    window: int | None = None,
+    exact: bool = False,
 ) -> Work:
     """Build the work list of one call from its device tensors; waits for the device to read the lengths.
 
@@ -103,39 +181,50 @@ def work_from_tensors(
         cu_query_lens: int32 `[num_seqs + 1]`; None: a decode step.
         seq_lens: int32 `[num_seqs]`.
         block_size: tokens per block.
-        backend, tile_q, chunk: as in build_work.
+        backend, layout, window, exact: as in build_work.
     """
     lens = seq_lens.tolist()
     borders = list(range(len(lens) + 1)) if cu_query_lens is None else cu_query_lens.tolist()
     query_lens = [end - begin for begin, end in zip(borders[:-1], borders[1:], strict=True)]
-    # Triton reads block ids from the table itself, so only the torch backend needs them on the host.
-    table = block_table.tolist() if backend == "torch" else [[] for _ in lens]
-    rows = [row[: -(-seq_len // block_size)] for row, seq_len in zip(table, lens, strict=True)]
     phase: Phase = "decode" if cu_query_lens is None else "prefill"
+    table: Sequence[Sequence[int]] | np.ndarray = block_table.cpu().numpy()
+    if backend == "torch":
+        table = [row[: -(-seq_len // block_size)].tolist() for row, seq_len in zip(table, lens, strict=True)]
     return build_work(
-        rows, query_lens, lens, phase=phase, backend=backend, tile_q=tile_q, chunk=chunk, device=block_table.device
+        table,
+        query_lens,
+        lens,
+        phases=phase,
+        backend=backend,
+        layout=layout,
+        window=window,
+        exact=exact,
+        device=block_table.device,
     )
 
 
-def _prefill_tiles(query_lens: list[int], seq_lens: list[int], tile_q: int, device: torch.device | str) -> Tensor:
-    """List the (sequence, first query token) of every tile, those with the most keys first."""
-    tiles = [
-        (seq_len - query_len + min(first + tile_q, query_len), seq, first)
-        for seq, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens, strict=True))
-        for first in range(0, query_len, tile_q)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
-    return torch.tensor([tile[1:] for tile in tiles], dtype=torch.int32).reshape(-1, 2).to(device)
+def _upload(query_lens: list[int], seq_lens: list[int], lists: ItemLists, layout: Layout, device: torch.device | str) -> Work:
+    """Put item lists on the device."""
 
+    def put(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(device)
 
-def _decode_items(seq_lens: list[int], chunk: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """List the chunks of every sequence, and where each sequence's partials begin."""
-    items: list[tuple[int, int, int, int]] = []
-    ranges = [0]
-    for seq, seq_len in enumerate(seq_lens):
-        items.extend((seq, first, min(first + chunk, seq_len), ranges[-1] + i) for i, first in enumerate(range(0, seq_len, chunk)))
-        ranges.append(len(items))
-    return (
-        torch.tensor(items, dtype=torch.int32).reshape(-1, 4).to(device),
-        torch.tensor(ranges, dtype=torch.int32).to(device),
+    def split(items: np.ndarray) -> SplitItems | None:
+        return SplitItems(put(items), put(np.array([len(items)]))) if len(items) else None
+
+    return Work(
+        query_lens,
+        seq_lens,
+        [],
+        prefill_tiles=put(lists.prefill_tiles),
+        tile_q=layout.tile_q,
+        narrow=split(lists.narrow),
+        wide=split(lists.wide),
+        entry_tokens=put(lists.entry_tokens),
+        entry_partials=put(lists.entry_partials),
+        merge_tokens=put(lists.merge_tokens),
+        merge_ranges=put(lists.merge_ranges),
+        merge_count=put(np.array([len(lists.merge_tokens)])),
+        num_partials=lists.num_partials,
+        rebuild_at=lists.rebuild_at.tolist(),
     )

@@ -9,6 +9,7 @@ from importlib import import_module
 import torch
 
 from radixkv.kernels.configs import decode_config, prefill_config
+from radixkv.kernels.items import Layout
 from radixkv.kernels.work import Backend as Implementation
 from radixkv.kernels.work import Work, build_work
 from radixkv.plan import Phase, Plan
@@ -31,7 +32,7 @@ class Backend:
     def __init__(self, name: str, *, num_heads: int, pool: BlockPool):
         self.name: Implementation = "torch" if name == "torch" else "triton"
         self.launches: Counter[str] = Counter()
-        self._tile_q = self._chunk = 0
+        self._layout: Layout | None = None
         if name == "torch":
             self._store = self._prefill = self._decode = import_module("radixkv.kernels.torch_ops")
             return
@@ -39,8 +40,22 @@ class Backend:
         self._prefill = import_module("radixkv.kernels.prefill")
         self._decode = import_module("radixkv.kernels.decode")
         group = num_heads // pool.num_kv_heads
-        self._tile_q = prefill_config(pool.head_dim, group, pool.dtype, pool.block_size).tile_q
-        self._chunk = decode_config(pool.head_dim, group, pool.dtype, pool.block_size).chunk
+        tile_q = prefill_config(pool.head_dim, group, pool.dtype, pool.block_size).tile_q
+        decode = decode_config(pool.head_dim, group, pool.dtype, pool.block_size)
+        self._layout = Layout(
+            group=group,
+            num_kv_heads=pool.num_kv_heads,
+            head_dim=pool.head_dim,
+            itemsize=pool.dtype.itemsize,
+            block_size=pool.block_size,
+            narrow_entries=max(1, 16 // group),
+            wide_entries=0,
+            tile_kv=decode.tile_kv,
+            tile_q=tile_q,
+            chunk=decode.chunk,
+            narrow_slots=132 * 3,
+            wide_slots=132,
+        )
 
     def build_work(
         self,
@@ -52,9 +67,7 @@ class Backend:
         device: torch.device,
     ) -> Work:
         """The work lists of one step, see `radixkv.kernels.work`; carried as `Work` describes it."""
-        work = build_work(
-            tables, query_lens, seq_lens, phase=phase, backend=self.name, tile_q=self._tile_q, chunk=self._chunk, device=device
-        )
+        work = build_work(tables, query_lens, seq_lens, phases=phase, backend=self.name, layout=self._layout, device=device)
         return replace(work, carried=carried, round_as_sdpa=True)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:

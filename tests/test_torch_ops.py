@@ -34,9 +34,7 @@ def check_decode(batch: PagedBatch, plan: Work | None = None, **options) -> None
 def make_plan(batch: PagedBatch, *, decode: bool) -> Work:
     """Return the work list of a batch."""
     borders = None if decode else batch.cu_query_lens
-    return work_from_tensors(
-        batch.block_table, borders, batch.seq_lens, block_size=batch.k_pool.shape[2], backend="torch", tile_q=0, chunk=0
-    )
+    return work_from_tensors(batch.block_table, borders, batch.seq_lens, block_size=batch.k_pool.shape[2], backend="torch")
 
 
 def planned_items(plan: Work) -> list[Item]:
