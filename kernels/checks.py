@@ -169,6 +169,35 @@ def check_store(
         check_tensor(function, "source_rows", source_rows, slots.shape, dtype=torch.int32, device=k_pool.device, contiguous=True)
 
 
+def check_rope_store(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    source_rows: Tensor | None,
+    out: Tensor | None,
+) -> None:
+    """Check the arguments of rope_store_kv; see there for their shapes.
+
+    Raises:
+        ValueError: for whatever does not fit.
+    """
+    check_store(function, k_pool, v_pool, key, value, slots, source_rows)
+    num_tokens, _, head_dim = key.shape
+    if head_dim % 2:
+        raise ValueError(f"{function}: head_dim must be even, got {head_dim}")
+    check_tensor(function, "query", query, (num_tokens, None, head_dim), dtype=key.dtype, device=key.device)
+    check_tensor(function, "cos", cos, (num_tokens, head_dim), dtype=key.dtype, device=key.device)
+    check_tensor(function, "sin", sin, (num_tokens, head_dim), dtype=key.dtype, device=key.device)
+    if out is not None:
+        check_tensor(function, "out", out, query.shape, dtype=query.dtype, device=query.device)
+
+
 def check_copy(function: str, pools: Sequence[tuple[Tensor, Tensor]], src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
     """Check the arguments of copy_blocks; see there for their shapes.
 

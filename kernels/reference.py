@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_store
+from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_rope_store, check_store
 from radixkv.kernels.work import Work
 
 
@@ -35,6 +35,46 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: 
         if slot >= 0:
             k_pool[slot // block_size, :, slot % block_size] = key[row]
             v_pool[slot // block_size, :, slot % block_size] = value[row]
+
+
+def rope_store_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    source_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries and keys by their positions, and write the rotated keys and the values into their slots.
+
+    A row x becomes x * cos + rotate_half(x) * sin, where rotate_half of the halves (a, b) is (-b, a). Each product and the sum are
+    rounded to the tensors' dtype, as they are where transformers computes them.
+
+    Args:
+        query: `[num_tokens, num_heads, head_dim]`, head_dim even.
+        key, value: `[num_tokens, num_kv_heads, head_dim]`, dtype of query.
+        cos, sin: `[num_tokens, head_dim]`, dtype of query.
+        k_pool, v_pool: one layer, `[num_blocks, num_kv_heads, block_size, head_dim]`; changed in place.
+        slots, source_rows: as in store_kv.
+        out: takes the rotated queries if given, like query; changed in place.
+
+    Returns:
+        the rotated queries `[num_tokens, num_heads, head_dim]`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit.
+
+    Source: RoFormer (arXiv 2104.09864), section 3.4.2, over halves as in GPT-NeoX.
+    """
+    check_rope_store("rope_store_kv", query, key, value, cos, sin, k_pool, v_pool, slots, source_rows, out)
+    store_kv(k_pool, v_pool, _rotate(key, cos, sin), value, slots, source_rows)
+    rotated = _rotate(query, cos, sin)
+    return rotated if out is None else out.copy_(rotated)
 
 
 def copy_blocks(pools: Sequence[tuple[Tensor, Tensor]], src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
@@ -185,3 +225,9 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged_lse = torch.logsumexp(lse, dim=0)
     weights = torch.exp(lse - merged_lse.masked_fill(merged_lse == float("-inf"), 0.0))
     return (weights[..., None] * out).sum(0), merged_lse
+
+
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return rows `[num_tokens, heads, head_dim]` rotated by cos and sin `[num_tokens, head_dim]`."""
+    first, second = rows.chunk(2, dim=-1)
+    return rows * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]

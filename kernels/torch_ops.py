@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_store
+from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_rope_store, check_store
 from radixkv.kernels.torch_held import attend_by_head, attend_held, cpu_flash, has_flash, hold, make_held, may_hold
 from radixkv.kernels.torch_items import Item, ItemBuilder
 from radixkv.kernels.work import Work, work_from_tensors
@@ -41,6 +41,26 @@ def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: 
     # [num_blocks, num_kv_heads, block_size, head_dim] -> [num_blocks, block_size, num_kv_heads, head_dim]
     k_pool.transpose(1, 2).index_put_(index, key)
     v_pool.transpose(1, 2).index_put_(index, value)
+
+
+def rope_store_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    source_rows: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate queries and keys, and write keys and values into their slots; arguments and result as in reference.rope_store_kv."""
+    check_rope_store("rope_store_kv", query, key, value, cos, sin, k_pool, v_pool, slots, source_rows, out)
+    store_kv(k_pool, v_pool, _rotate(key, cos, sin), value, slots, source_rows)
+    rotated = _rotate(query, cos, sin)
+    return rotated if out is None else out.copy_(rotated)
 
 
 def copy_blocks(pools: Sequence[tuple[Tensor, Tensor]], src: Tensor, dst: Tensor, num_tokens: Tensor) -> None:
@@ -126,6 +146,17 @@ def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged_lse = torch.logsumexp(lse, dim=0)
     weights = torch.exp(lse - merged_lse.masked_fill(merged_lse == float("-inf"), 0.0))
     return torch.einsum("pr,prd->rd", weights, out), merged_lse
+
+
+def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return rows `[num_tokens, heads, head_dim]` rotated by cos and sin `[num_tokens, head_dim]`, to the bit as reference does."""
+    half = rows.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    rotated = rows * cos
+    # The other half is neither negated nor copied: a + (-b) * s and a - b * s are the same bits.
+    rotated[..., :half] -= rows[..., half:] * sin[..., :half]
+    rotated[..., half:] += rows[..., :half] * sin[..., half:]
+    return rotated
 
 
 def _items(

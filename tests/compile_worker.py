@@ -152,15 +152,19 @@ def attention_launches(
 
 
 def move_launches(dtype: torch.dtype, block_size: int, head_dim: int, num_rows: int = 3) -> list[Launch]:
-    """Return the launches of store_kv, with and without source rows, of copy_blocks and of merge_partials."""
+    """Return the launches of store_kv and rope_store_kv, with and without source rows, of copy_blocks and of merge_partials."""
     k_pool, v_pool = (torch.empty((8, 2, block_size, head_dim), dtype=dtype, device="meta") for _ in range(2))
     rows = torch.empty((2, num_rows, head_dim), dtype=dtype, device="meta").transpose(0, 1)
+    query = torch.empty((14, num_rows, head_dim), dtype=dtype, device="meta").transpose(0, 1)
+    angles = torch.empty((num_rows, head_dim), dtype=dtype, device="meta")
     ids = torch.empty(num_rows, dtype=torch.int64, device="meta")
     counts = ids.int()
     part_out = torch.empty((num_rows, 4, head_dim), dtype=torch.float32, device="meta")
     return [
         *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids)),
         *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids, counts)),
+        *record(lambda: store.rope_store_kv(query, rows, rows, angles, angles, k_pool, v_pool, ids)),
+        *record(lambda: store.rope_store_kv(query, rows, rows, angles, angles, k_pool, v_pool, ids, counts)),
         *record(lambda: store.copy_blocks([(k_pool, v_pool)], ids, ids, counts)),
         *record(lambda: decode.merge_partials(part_out, part_out[..., 0].contiguous())),
     ]

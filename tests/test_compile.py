@@ -16,7 +16,7 @@ import pytest
 from radixkv.kernels.configs import ARCHS, BLOCK_SIZES, DTYPES, HEAD_DIMS, all_configs, decode_config, prefill_config
 
 ROOT = Path(__file__).parents[1]
-KERNELS = {"_prefill_kernel", "_decode_kernel", "_merge_kernel", "_store_kernel", "_copy_kernel"}
+KERNELS = {"_prefill_kernel", "_decode_kernel", "_merge_kernel", "_store_kernel", "_rope_store_kernel", "_copy_kernel"}
 # Largest shared memory of one program.
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_86": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 Row = dict[str, Any]
@@ -91,12 +91,13 @@ def test_sm_90_covers_the_configuration_table() -> None:
 def test_batches_of_any_size_share_one_compilation() -> None:
     """Elsewhere kernels were compiled anew per batch size, in the middle of a request."""
     kernels = [variant.split()[0] for variant in run_worker("variants")]
-    # store_kv has a variant with source rows and one without; merge_partials has other rows than decode.
+    # store_kv and rope_store_kv have a variant with source rows and one without; merge_partials has other rows than decode.
     assert {kernel: kernels.count(kernel) for kernel in KERNELS} == {
         "_prefill_kernel": 1,
         "_decode_kernel": 1,
         "_merge_kernel": 2,
         "_store_kernel": 2,
+        "_rope_store_kernel": 2,
         "_copy_kernel": 1,
     }
 

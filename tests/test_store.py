@@ -1,11 +1,16 @@
-"""store_kv and copy_blocks move bits: Triton must leave exactly the pools that the reference leaves."""
+"""store_kv and copy_blocks move bits: Triton must leave exactly the pools that the reference leaves. rope_store_kv: transformers' bits."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding, apply_rotary_pos_emb
 
-from radixkv.kernels import reference, store, tiles
+from radixkv.kernels import reference, store, tiles, torch_ops
 from radixkv.testing import kernel_device, untouched_pool
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -18,7 +23,54 @@ HEADS = [
 ]
 
 
+# Query heads, K/V heads, head_dim: those of Qwen2.5-0.5B, 1.5B and 7B, and every named head_dim with a group of its own.
+ROPE_HEADS = [
+    pytest.param(14, 2, 64, id="14/2x64"),
+    pytest.param(12, 2, 128, id="12/2x128"),
+    pytest.param(28, 4, 128, id="28/4x128"),
+    pytest.param(5, 1, 80, id="5/1x80"),
+    pytest.param(9, 3, 96, id="9/3x96"),
+    pytest.param(16, 1, 256, id="16/1x256"),
+]
+IMPLEMENTATIONS = [pytest.param(module, id=module.__name__.split(".")[-1]) for module in (store, torch_ops, reference)]
+
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """One layer's rows before and after transformers' own rotation, all `[num_tokens, heads, head_dim]`, and cos and sin."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    rotated_query: torch.Tensor
+    rotated_key: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor, ...]:
+        """The leading arguments of rope_store_kv."""
+        return self.query, self.key, self.value, self.cos, self.sin
+
+
+def rope_case(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, num_tokens: int = 5, dtype: torch.dtype = torch.float32
+) -> RopeCase:
+    """Rows as Qwen2's attention has them, transposed to `[1, heads, tokens, head_dim]`, at positions far apart."""
+    generator = torch.Generator().manual_seed(3)
+    config = Qwen2Config(hidden_size=num_heads * head_dim, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+    positions = torch.randint(0, 4096, (1, num_tokens), generator=generator)
+    query, key, value = (
+        torch.randn((1, num_tokens, heads, head_dim), generator=generator).to(dtype).to(kernel_device()).transpose(1, 2)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    cos, sin = Qwen2RotaryEmbedding(config).to(kernel_device())(value, positions.to(kernel_device()))
+    assert cos.dtype == dtype and cos.shape == (1, num_tokens, head_dim)
+    rotated_query, rotated_key = apply_rotary_pos_emb(query, key, cos, sin)
+    rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value, rotated_query, rotated_key)]
+    return RopeCase(rows[0], rows[1], rows[2], cos[0], sin[0], rows[3], rows[4])
 
 
 def random_pools(num_kv_heads: int, head_dim: int, *, block_size: int = 16, dtype: torch.dtype = torch.float32) -> Pair:
@@ -113,6 +165,98 @@ def test_rows_may_be_a_transposed_view() -> None:
     assert_same_pools(got, wanted)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), ROPE_HEADS)
+def test_rope_store_gives_the_bits_of_transformers(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, implementation: Any
+) -> None:
+    case = rope_case(num_heads, num_kv_heads, head_dim, dtype=dtype)
+    got = random_pools(num_kv_heads, head_dim, dtype=dtype)
+    wanted = clones(got)
+    slots = on_device([95, 0, -1, 31, 32], torch.int64)
+    rotated = implementation.rope_store_kv(*case.arguments, *got, slots)
+    reference.store_kv(*wanted, case.rotated_key, case.value, slots)
+    assert rotated.dtype == dtype and rotated.is_contiguous()
+    assert torch.equal(rotated, case.rotated_query)
+    assert_same_pools(got, wanted)
+    assert not torch.equal(case.rotated_query[1:], case.query[1:])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rope_store_to_several_slots_and_past_padding(implementation: Any) -> None:
+    """Fewer rows than slots; the last slot of the pool, which a padding slot of -1 would hit, holds a canary."""
+    case = rope_case(4, 2, 64, num_tokens=2, dtype=torch.bfloat16)
+    got = random_pools(2, 64, dtype=torch.bfloat16)
+    for pool in got:
+        pool[-1, :, -1] = 42.0
+    wanted = clones(got)
+    slots, source_rows = on_device([3, 40, -1, 77, 20], torch.int64), on_device([1, 0, 1, 1, 0], torch.int32)
+    rotated = implementation.rope_store_kv(*case.arguments, *got, slots, source_rows)
+    reference.store_kv(*wanted, case.rotated_key, case.value, slots, source_rows)
+    assert torch.equal(rotated, case.rotated_query)
+    assert_same_pools(got, wanted)
+    assert bool((got[0][-1, :, -1] == 42.0).all()) and bool((got[1][-1, :, -1] == 42.0).all())
+
+
+def test_rope_store_of_a_padding_row_reads_no_row() -> None:
+    """The row of a slot of -1 may be anything, an address outside of the tensors included."""
+    case = rope_case(4, 2, 64, num_tokens=2)
+    got = random_pools(2, 64)
+    wanted = clones(got)
+    slots, source_rows = on_device([-1, -1], torch.int64), on_device([2**31 - 1, -(2**31)], torch.int32)
+    store.rope_store_kv(*case.arguments, *got, slots, source_rows)
+    assert_same_pools(got, wanted)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("spare", [0, 8, 3], ids=["dense", "aligned", "unaligned"])
+def test_rope_store_reads_views_of_a_fused_projection(head_dim: int, spare: int, implementation: Any) -> None:
+    """q, k and v side by side in one row; spare elements behind them shift the rows against 16-byte borders."""
+    case = rope_case(6, 2, head_dim, dtype=torch.float16)
+    fused = torch.full((5, 10 * head_dim + spare), float("nan"), dtype=torch.float16, device=kernel_device())
+    parts = fused[:, : 10 * head_dim].unflatten(1, (10, head_dim)).split([6, 2, 2], dim=1)
+    for part, rows in zip(parts, (case.query, case.key, case.value), strict=True):
+        part.copy_(rows)
+    got = random_pools(2, head_dim, dtype=torch.float16)
+    wanted = clones(got)
+    slots = on_device([95, 0, 31, 32, 7], torch.int64)
+    rotated = implementation.rope_store_kv(*parts, case.cos, case.sin, *got, slots)
+    reference.store_kv(*wanted, case.rotated_key, case.value, slots)
+    assert torch.equal(rotated, case.rotated_query)
+    assert_same_pools(got, wanted)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_rope_store_writes_the_output_given(implementation: Any) -> None:
+    case = rope_case(4, 2, 64)
+    slots = on_device([1, 2, 3, 4, 5], torch.int64)
+    out = torch.full_like(case.query, float("nan")).contiguous()
+    returned = implementation.rope_store_kv(*case.arguments, *random_pools(2, 64), slots, out=out)
+    assert returned is out and torch.equal(out, case.rotated_query)
+    query = case.query.clone()
+    arguments = (query, *case.arguments[1:])
+    implementation.rope_store_kv(*arguments, *random_pools(2, 64), slots, out=query)
+    assert torch.equal(query, case.rotated_query)
+
+
+def test_rope_store_in_float64_is_the_definition() -> None:
+    """Rounded once, the half precision results lie within two units in the last place of the larger products."""
+    case = rope_case(4, 2, 64, dtype=torch.bfloat16)
+    pools = tuple(pool.double() for pool in random_pools(2, 64))
+    exact = reference.rope_store_kv(*(tensor.double() for tensor in case.arguments), *pools, on_device([0, 1, 2, 3, 4], torch.int64))
+    got = torch_ops.rope_store_kv(*case.arguments, *random_pools(2, 64, dtype=torch.bfloat16), on_device([0, 1, 2, 3, 4], torch.int64))
+    assert float((got.double() - exact).norm() / exact.norm()) < 4e-3
+
+
+def test_rope_store_of_nothing_is_fine() -> None:
+    case, pools = rope_case(4, 2, 64, num_tokens=0), random_pools(2, 64)
+    wanted = clones(pools)
+    assert store.rope_store_kv(*case.arguments, *pools, on_device([], torch.int64)).shape == (0, 4, 64)
+    assert_same_pools(pools, wanted)
+
+
 def test_nothing_to_store_or_copy_is_fine() -> None:
     pools = random_pools(2, 64)
     wanted = clones(pools)
@@ -170,6 +314,13 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         store.store_kv(*pools, *rows, slots, slots[:2].int())
     with pytest.raises(ValueError, match="store_kv: value must be contiguous in its last axis"):
         store.store_kv(*pools, rows[0], torch.cat(rows, -1)[..., ::2], slots)
+    case = rope_case(4, 2, 64, num_tokens=3)
+    with pytest.raises(ValueError, match=r"rope_store_kv: cos must be float32 \[3, 64\], got float16 \[3, 64\]"):
+        store.rope_store_kv(*case.arguments[:3], case.cos.half(), case.sin, *pools, slots)
+    with pytest.raises(ValueError, match=r"rope_store_kv: query must be float32 \[3, \*, 64\], got float32 \[2, 4, 64\]"):
+        store.rope_store_kv(case.query[:2], *case.arguments[1:], *pools, slots)
+    with pytest.raises(ValueError, match="rope_store_kv: sin must be contiguous in its last axis"):
+        store.rope_store_kv(*case.arguments[:4], torch.cat([case.sin, case.sin], -1)[:, ::2], *pools, slots)
     with pytest.raises(ValueError, match="copy_blocks: pools must hold at least one layer, got none"):
         store.copy_blocks([], slots, slots, slots.int())
     with pytest.raises(ValueError, match=r"copy_blocks: num_tokens must be int32 \[3\], got int64 \[3\]"):
