@@ -169,7 +169,7 @@ def layout_for(
         itemsize=dtype.itemsize,
         block_size=block_size,
         narrow_entries=max(1, decode.tile_rows // group),
-        wide_entries=max(1, _WIDE_ROWS // group),
+        wide_rows=_WIDE_ROWS,
         tile_kv=KV_TILE,
         tile_q=prefill_config(head_dim, group, dtype, block_size, arch).tile_q,
         chunk=CHUNK,

@@ -20,7 +20,8 @@ class Layout:
         num_kv_heads, head_dim, block_size: of a pool.
         itemsize: bytes per element of a pool.
         narrow_entries: tokens per item of the narrow kernel, 1 or more.
-        wide_entries: tokens per item of the wide kernel; 0: no wide kernel for this group.
+        wide_rows: (token, query head) rows per item of the wide kernel, which may begin and end inside a token; a group above it
+            gets no wide items.
         tile_kv: keys per loop trip; ranges begin at multiples of it, or at those of block_size where sequences branch.
         tile_q: query tokens per prefill tile.
         chunk: keys per range of the exact plan, and the growth that an item list of the default plan outlives.
@@ -33,7 +34,7 @@ class Layout:
     itemsize: int
     block_size: int
     narrow_entries: int
-    wide_entries: int
+    wide_rows: int
     tile_kv: int
     tile_q: int
     chunk: int

@@ -21,8 +21,9 @@ class SplitItems:
     """The items of one split kernel, narrow or wide.
 
     Attributes:
-        items: int32 `[capacity, 5]`: first entry, number of entries, sequence whose row of the block table is read, first key, end key.
-            Heaviest first; the row tiles of one range are neighbours.
+        items: int32 `[capacity, 5]`. Narrow: first entry, number of entries, sequence whose row of the block table is read, first key,
+            end key. Wide: the same, but first row, number of rows: rows count heads, row r is query head r % group of entry r // group,
+            so that a tile of rows is full whatever the group. Heaviest first; the row tiles of one range are neighbours.
         count: int32 `[1]`, the live items; what lies past them is garbage. Read on the device.
     """
 

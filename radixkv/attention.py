@@ -8,7 +8,7 @@ from importlib import import_module
 
 import torch
 
-from radixkv.kernels.configs import decode_config, prefill_config
+from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import Layout
 from radixkv.kernels.work import Backend as Implementation
 from radixkv.kernels.work import Work, build_work
@@ -40,22 +40,7 @@ class Backend:
         self._prefill = import_module("radixkv.kernels.prefill")
         self._decode = import_module("radixkv.kernels.decode")
         group = num_heads // pool.num_kv_heads
-        tile_q = prefill_config(pool.head_dim, group, pool.dtype, pool.block_size).tile_q
-        decode = decode_config(pool.head_dim, group, pool.dtype, pool.block_size)
-        self._layout = Layout(
-            group=group,
-            num_kv_heads=pool.num_kv_heads,
-            head_dim=pool.head_dim,
-            itemsize=pool.dtype.itemsize,
-            block_size=pool.block_size,
-            narrow_entries=max(1, 16 // group),
-            wide_entries=0,
-            tile_kv=decode.tile_kv,
-            tile_q=tile_q,
-            chunk=decode.chunk,
-            narrow_slots=132 * 3,
-            wide_slots=132,
-        )
+        self._layout = layout_for(pool.head_dim, group, pool.dtype, pool.block_size, pool.num_kv_heads)
 
     def build_work(
         self,
