@@ -87,12 +87,12 @@ def _attention_over(replaced: str) -> Callable:
         scale = kwargs.get("scaling")
         out = step.attend(
             module.layer_idx,  # type: ignore[arg-type]
-            query.squeeze(0).transpose(0, 1),  # [1, num_heads, T, head_dim] to [T, num_heads, head_dim]
+            query,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=kwargs.get("sliding_window"),
             softcap=kwargs.get("softcap"),
         )
-        return out.unsqueeze(0), None
+        return out, None
 
     return pool_attention
 

@@ -142,7 +142,6 @@ class StepCache(_RadixCache):
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # [1, num_kv_heads, T, head_dim] to [T, num_kv_heads, head_dim]
-        self.step.store(layer_idx, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1))
+        self.step.store(layer_idx, key, value)
         self.num_updates += 1
         return key, value

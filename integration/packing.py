@@ -43,8 +43,8 @@ def packed_forward(
     num_rows, num_columns = input_ids.shape
     keep = num_columns if keep == 0 else min(keep, num_columns)
 
-    def run(step: Step, logit_rows: torch.Tensor) -> Any:
-        return _run(model, call, step, argument, logit_rows, inputs)
+    def run(step: Step, token_ids: torch.Tensor, kept: torch.Tensor | int) -> Any:
+        return _run(model, call, step, argument, token_ids, kept, inputs)
 
     if cache.batch is None:
         output = _prompt(cache, input_ids, mask, keep, lease, run)
@@ -80,15 +80,17 @@ def _prompt(
         ends = np.array([*step.plan.starts[1:], step.plan.num_tokens])
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
         rows = np.where(kept, ends[:, None] - back, np.array(step.plan.starts)[:, None])
-        return run(step, torch.from_numpy(rows.reshape(-1)))
+        return run(step, step.plan.token_ids[None], torch.from_numpy(rows.reshape(-1)).to(input_ids.device))
 
 
 def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable) -> Any:
     num_rows = input_ids.shape[0]
-    tokens = input_ids[:, 0].tolist()
-    rows = list(range(num_rows)) if cache.finished is None else (~cache.finished).nonzero()[:, 0].tolist()
-    with cache.prefix_cache.decode_step(batch, rows, [tokens[row] for row in rows]) as step:
-        output = run(step, torch.arange(len(rows)))
+    rows, tokens = range(num_rows), input_ids
+    if cache.finished is not None and bool(cache.finished.any()):
+        rows = (~cache.finished).nonzero()[:, 0].tolist()
+        tokens = input_ids[rows]
+    with cache.prefix_cache.decode_step(batch, rows, tokens[:, 0].tolist()) as step:
+        output = run(step, tokens.view(1, -1), 0)  # 0: the logits of all rows
     logits = output.logits[0]
     if len(rows) < num_rows:
         computed, logits = logits, logits.new_zeros(num_rows, logits.shape[-1])
@@ -98,18 +100,22 @@ def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: 
 
 
 def _run(
-    model: torch.nn.Module, call: Callable, step: Step, argument: str, logit_rows: torch.Tensor, inputs: dict[str, Any]
+    model: torch.nn.Module,
+    call: Callable,
+    step: Step,
+    argument: str,
+    token_ids: torch.Tensor,
+    kept: torch.Tensor | int,
+    inputs: dict[str, Any],
 ) -> Any:
-    plan = step.plan
-    device = plan.token_ids.device
     step_cache = StepCache(step, step.pool.num_layers)
     with packed_attention(model.config):
         output = call(
-            input_ids=plan.token_ids[None],
-            position_ids=plan.positions[None],
+            input_ids=token_ids,
+            position_ids=step.positions[None],
             # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
-            attention_mask=torch.empty(1, 1, 1, 1, device=device),
-            logits_to_keep=logit_rows.to(device),
+            attention_mask=torch.empty(1, 1, 1, 1, device=token_ids.device),
+            logits_to_keep=kept,
             **{argument: step_cache, STEP_ARGUMENT: step},
             **inputs,
         )

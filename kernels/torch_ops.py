@@ -4,7 +4,7 @@ The first layer of a step turns the work list into items (see torch_items.py) an
 into one run of keys and attends in one call; rows with more than one item merge by their LSE. The query heads of a group are a broadcast
 axis or part of the query axis, so that K and V are never repeated in memory. What is gathered is computed with in fp32 (fp64 for fp64),
 because torch's half precision attention on CPUs has an exponential that costs the LSE four digits; only a work list that asks for the
-rounding of scaled_dot_product_attention gets it. A single sequence that decodes keeps its gathered keys from step to step.
+rounding of scaled_dot_product_attention gets it. What is gathered of a single sequence is kept for the steps to come, see torch_held.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_rope_store, check_store
-from radixkv.kernels.torch_held import attend_by_head, attend_held, cpu_flash, has_flash, hold, make_held, may_hold
+from radixkv.kernels.torch_held import make_held, may_hold
 from radixkv.kernels.torch_items import Item, ItemBuilder
 from radixkv.kernels.work import Work, work_from_tensors
+
+# Attends without materialising scores and returns the LSE too, which torch.nn.functional.scaled_dot_product_attention keeps to itself.
+# It reads keys by their strides, so a broadcast axis costs no copy; it must not be given 0 keys, nor rows whose keys are all masked.
+cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def store_kv(k_pool: Tensor, v_pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, source_rows: Tensor | None = None) -> None:
@@ -132,10 +136,6 @@ def decode_attention(
         ValueError: shapes, dtypes or devices do not fit.
     """
     arguments = (query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
-    if plan is not None and plan.carried is not None and sliding_window is None and softcap is None and out is None and lse is None:
-        held = hold(arguments, plan)
-        if held is not None:
-            return attend_held(held, query, scale, plan.round_as_sdpa)
     items = _items("decode_attention", *arguments, plan)
     return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
@@ -181,7 +181,7 @@ def _items(
         plan = work_from_tensors(block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="torch")
     if sum(plan.query_lens) != shape.num_tokens:
         raise ValueError(f"{function}: plan must be for {shape.num_tokens} query tokens, got {sum(plan.query_lens)}")
-    as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and has_flash(query, softcap)
+    as_sdpa = plan.round_as_sdpa and query.dtype.itemsize < 4 and _has_flash(query, softcap)
     compute_dtype = query.dtype if as_sdpa else torch.promote_types(query.dtype, torch.float32)
     builder = ItemBuilder(
         plan,
@@ -189,7 +189,7 @@ def _items(
         block_size=shape.block_size,
         block_bytes=shape.num_kv_heads * shape.block_size * shape.head_dim * compute_dtype.itemsize,
         window=sliding_window,
-        causal_calls=has_flash(query, softcap),
+        causal_calls=_has_flash(query, softcap),
         merges=not as_sdpa,
         dtype=compute_dtype,
         device=query.device,
@@ -246,15 +246,16 @@ def _attend(
 
     With a plan, the item is all of the step, and what it gathers of a single whole sequence is kept for the decode steps to come.
     """
-    attend = _attend_flash if has_flash(query, softcap) else _attend_plain
+    attend = _attend_flash if _has_flash(query, softcap) else _attend_plain
     query = query.to(item.dtype)
     key, value = _gather(k_pool, item), _gather(v_pool, item)
-    if plan is not None and plan.carried is not None and may_hold(item, plan, key, k_pool):
-        plan.carried[k_pool.data_ptr()] = make_held(key, value, query.shape[2], plan, k_pool, v_pool)
+    if plan is not None and plan.carried is not None and _is_whole(item, plan, k_pool):
+        last_block = int(plan.block_ids[0][-1])
+        plan.carried[k_pool.data_ptr()] = make_held(key, value, k_pool, v_pool, last_block, plan.seq_lens[0])
     key, value = (tensor.narrow(2, item.first_key, item.end_key - item.first_key) for tensor in (key, value))
     if item.num_rows == item.num_seqs:
         if item.dtype.itemsize < 4 and item.mask is None:
-            return attend_by_head(query, key, value, scale)
+            return _attend_by_head(query, key, value, scale)
         # [num_seqs, num_kv_heads, group, head_dim] x [num_seqs, num_kv_heads, num_keys, head_dim]
         return attend(query, key, value, item, scale, softcap)
     # [num_kv_heads, group, num_rows, head_dim] x [num_kv_heads, group (broadcast), num_keys, head_dim]
@@ -273,6 +274,24 @@ def _gather(pool: Tensor, item: Item) -> Tensor:
     return tokens.view(item.num_seqs, num_kv_heads, -1, head_dim)
 
 
+def _is_whole(item: Item, plan: Work, k_pool: Tensor) -> bool:
+    """Whether an item's keys are all those of the only sequence, as they lie in the pool, and not too many to keep."""
+    whole = len(plan.seq_lens) == 1 and item.first_key == 0 and item.end_key == plan.seq_lens[0]
+    return whole and item.dtype == k_pool.dtype and may_hold(item.end_key, k_pool)
+
+
+def _attend_by_head(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend `[num_seqs, num_kv_heads, group, head_dim]`, each query head in a product of its own.
+
+    A product of one row rounds otherwise than one of a whole group, and scaled_dot_product_attention makes one for each head.
+    """
+    group = query.shape[2]
+    # [num_seqs * num_kv_heads, group, 1, head_dim] x [num_seqs * num_kv_heads, group (broadcast), num_keys, head_dim]
+    key, value = (tensor.flatten(0, 1).unsqueeze(1).expand(-1, group, -1, -1) for tensor in (key, value))
+    out, lse = cpu_flash(query.flatten(0, 1).unsqueeze(2), key, value, 0.0, False, scale=scale)
+    return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
 def _attend_flash(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Attend `[batch, heads, num_rows, head_dim]` on a CPU; softcap is None."""
     return cpu_flash(query, key, value, 0.0, item.causal, attn_mask=item.mask, scale=scale)
@@ -288,3 +307,8 @@ def _attend_plain(query: Tensor, key: Tensor, value: Tensor, item: Item, scale: 
         scores = scores + item.mask
     lse = torch.logsumexp(scores, -1)
     return torch.exp(scores - lse.unsqueeze(-1)) @ value, lse
+
+
+def _has_flash(query: Tensor, softcap: float | None) -> bool:
+    """Whether cpu_flash can attend here."""
+    return query.device.type == "cpu" and softcap is None

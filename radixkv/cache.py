@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from radixkv.admission import admit_rows
-from radixkv.attention import Backend, Step
+from radixkv.attention import Backend, HeldStep, Step
 from radixkv.errors import OutOfBlocks, out_of_blocks
-from radixkv.plan import assemble, decode_tokens, prompt_tokens
+from radixkv.plan import Phase, Plan, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 from radixkv.stats import CacheStats, Counters
@@ -256,7 +256,7 @@ class PrefixCache:
             with self.prompt_step(batch) as step:
                 first = batch.sequences[0].hit_len
                 for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-                    step.store(layer, k[first:], v[first:])
+                    step.store(layer, k[first:].transpose(0, 1)[None], v[first:].transpose(0, 1)[None])
         except BaseException:
             self.discard(batch)
             raise
@@ -285,17 +285,25 @@ class PrefixCache:
         while self.returned:
             self._discard(self.returned.popleft())
 
-    def _step(self, batch: Batch, phase, sequences: list[Sequence]) -> Iterator[Step]:
+    def _step(self, batch: Batch, phase: Phase, sequences: list[Sequence]) -> Iterator[Step]:
         if batch.closed:
             raise RuntimeError("this batch was already stored or dropped: start a new generate()")
-        tokens = prompt_tokens if phase == "prefill" else decode_tokens
-        arrays = tokens(sequences, self.pool.block_size)
-        plan = assemble(phase, sequences, arrays, self.backend.build_work, batch.carried, self.pool.device)
+        step = self._make_step(batch, phase, sequences)
         if batch.counted:
-            self._counters.computed_tokens += plan.num_tokens
-        yield Step(self.pool, self.backend, plan)
+            self._counters.computed_tokens += step.num_tokens
+        yield step
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
+
+    def _make_step(self, batch: Batch, phase: Phase, sequences: list[Sequence]) -> Step:
+        def build_plan() -> Plan:
+            tokens = prompt_tokens if phase == "prefill" else decode_tokens
+            arrays = tokens(sequences, self.pool.block_size)
+            return assemble(phase, sequences, arrays, self.backend.build_work, batch.carried, self.pool.device)
+
+        if phase == "decode" and self.backend.holds(sequences, self.pool.device):
+            return HeldStep(self.pool, self.backend, sequences[0], batch.carried, build_plan)
+        return Step(self.pool, self.backend, build_plan())
 
     def _shrink_leases(self) -> None:
         """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""

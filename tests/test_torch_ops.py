@@ -8,10 +8,10 @@ from itertools import product
 import pytest
 import torch
 
-from radixkv.kernels import reference, torch_held, torch_ops
+from radixkv.kernels import reference, torch_ops
 from radixkv.kernels.torch_items import MASKED_QUERIES, SHARED_TOKENS, Item
 from radixkv.kernels.work import Work, work_from_tensors
-from radixkv.testing import OUT_TOLERANCE, PagedBatch, assert_attention_close, attention_error, paged_batch
+from radixkv.testing import PagedBatch, assert_attention_close, paged_batch
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -290,30 +290,3 @@ def test_rounding_of_sdpa(dtype, new, prefix):
     assert torch.equal(out, expected)
     _, expected_lse = reference.prefill_attention(*batch.double().prefill_args(), scale=batch.scale)
     assert (lse - expected_lse).abs().max() <= 1e-4  # 6.2e-5 was measured
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("round_as_sdpa", [False, True])
-def test_a_single_sequence_carries_its_keys(dtype, round_as_sdpa):
-    """From step to step over block borders the keys carried grow by what the pool got, and are those of the pool."""
-    full = paged_batch([1], [52], num_heads=6, num_kv_heads=2, dtype=dtype, device="cpu", seed=32)
-    carried: dict = {}
-    for total in range(10, 54):
-        batch = replace(full, seq_lens=torch.tensor([total], dtype=torch.int32))
-        plan = replace(make_plan(batch, decode=True), carried=carried, round_as_sdpa=round_as_sdpa)
-        result = torch_ops.decode_attention(*batch.decode_args(), scale=batch.scale, plan=plan)
-        expected = reference.decode_attention(*batch.double().decode_args(), scale=batch.scale)
-        if round_as_sdpa:
-            assert attention_error(result[0], expected[0]) <= OUT_TOLERANCE[dtype]
-        else:
-            assert_attention_close(*result, *expected, dtype)
-    assert len(carried) == 1
-
-
-def test_what_is_carried_is_bounded(monkeypatch):
-    """A sequence too long to be held twice is gathered anew every step."""
-    monkeypatch.setattr(torch_held, "HELD_BYTES", 1000)
-    batch = paged_batch([1], [52], device="cpu", seed=33)
-    carried: dict = {}
-    check_decode(batch, replace(make_plan(batch, decode=True), carried=carried))
-    assert not carried
