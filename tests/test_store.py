@@ -50,7 +50,7 @@ class RopeCase:
     rotated_key: torch.Tensor
 
     @property
-    def arguments(self) -> tuple[torch.Tensor, ...]:
+    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The leading arguments of rope_store_kv."""
         return self.query, self.key, self.value, self.cos, self.sin
 
@@ -244,9 +244,11 @@ def test_rope_store_writes_the_output_given(implementation: Any) -> None:
 def test_rope_store_in_float64_is_the_definition() -> None:
     """Rounded once, the half precision results lie within two units in the last place of the larger products."""
     case = rope_case(4, 2, 64, dtype=torch.bfloat16)
-    pools = tuple(pool.double() for pool in random_pools(2, 64))
-    exact = reference.rope_store_kv(*(tensor.double() for tensor in case.arguments), *pools, on_device([0, 1, 2, 3, 4], torch.int64))
-    got = torch_ops.rope_store_kv(*case.arguments, *random_pools(2, 64, dtype=torch.bfloat16), on_device([0, 1, 2, 3, 4], torch.int64))
+    query, key, value, cos, sin = (tensor.double() for tensor in case.arguments)
+    k_pool, v_pool = (pool.double() for pool in random_pools(2, 64))
+    slots = on_device([0, 1, 2, 3, 4], torch.int64)
+    exact = reference.rope_store_kv(query, key, value, cos, sin, k_pool, v_pool, slots)
+    got = torch_ops.rope_store_kv(*case.arguments, *random_pools(2, 64, dtype=torch.bfloat16), slots)
     assert float((got.double() - exact).norm() / exact.norm()) < 4e-3
 
 
