@@ -215,6 +215,19 @@ def check_copy(function: str, pools: Sequence[tuple[Tensor, Tensor]], src: Tenso
     check_tensor(function, "num_tokens", num_tokens, src.shape, dtype=torch.int32, device=first.device, contiguous=True)
 
 
+def check_advance(function: str, positions: Tensor, seq_lens: Tensor, slots: Tensor, block_table: Tensor) -> None:
+    """Check the arguments of advance_rows; see there for their shapes.
+
+    Raises:
+        ValueError: for whatever does not fit.
+    """
+    check_tensor(function, "positions", positions, (None,), dtype=torch.int64, contiguous=True)
+    num_rows, device = positions.shape[0], positions.device
+    check_tensor(function, "seq_lens", seq_lens, (num_rows,), dtype=torch.int32, device=device, contiguous=True)
+    check_tensor(function, "slots", slots, (num_rows,), dtype=torch.int64, device=device, contiguous=True)
+    check_tensor(function, "block_table", block_table, (num_rows, None), dtype=torch.int32, device=device)
+
+
 def check_partials(function: str, out: Tensor, lse: Tensor) -> None:
     """Raise unless out `[num_partials, num_rows, head_dim]` and lse `[num_partials, num_rows]` are partials of the same rows."""
     check_tensor(function, "out", out, (None, None, None), contiguous=True)

@@ -231,3 +231,11 @@ def _rotate(rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Return rows `[num_tokens, heads, head_dim]` rotated by cos and sin `[num_tokens, head_dim]`."""
     first, second = rows.chunk(2, dim=-1)
     return rows * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def advance_rows(positions: Tensor, seq_lens: Tensor, slots: Tensor, block_table: Tensor, block_size: int) -> None:
+    """Append one token to every row that has any; arguments as in `radixkv.kernels.advance.advance_rows`."""
+    for row, seq_len in enumerate(seq_lens.tolist()):
+        positions[row] = seq_len
+        slots[row] = int(block_table[row, seq_len // block_size]) * block_size + seq_len % block_size if seq_len else -1
+        seq_lens[row] = seq_len + 1 if seq_len else 0
