@@ -1,0 +1,252 @@
+"""The correctness stages of a GPU check: every kernel against float64 on fresh random inputs, and a captured graph replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.gpu_cases import Case, Heads, build_case, flat, shared
+from bench.gpu_report import Report
+from bench.gpu_timing import Deadline
+from radixkv.kernels import decode, prefill, reference, store
+from radixkv.kernels.work import Capacity, SplitItems, Work
+from radixkv.testing import OUT_TOLERANCE, assert_attention_close, attention_error, kernel_device, paged_batch
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of head and what is asked of attention with it."""
+
+    heads: Heads
+    dtype: torch.dtype
+    block_size: int
+    sliding_window: int | None = None
+    softcap: float | None = None
+
+    def __str__(self) -> str:
+        features = f"{f' window {self.sliding_window}' if self.sliding_window else ''}{f' softcap {self.softcap}' if self.softcap else ''}"
+        return f"{self.heads} {str(self.dtype).removeprefix('torch.')} block {self.block_size}{features}"
+
+
+# Every head_dim, dtype and block size once, and the heads of Qwen2.5-0.5B, 1.5B and 7B.
+KINDS = (
+    Kind(Heads(28, 4, 128), torch.bfloat16, 64),
+    Kind(Heads(28, 4, 128), torch.bfloat16, 16),
+    Kind(Heads(14, 2, 64), torch.bfloat16, 16),
+    Kind(Heads(14, 2, 64), torch.float16, 64, sliding_window=300, softcap=30.0),
+    Kind(Heads(12, 2, 128), torch.float32, 16),
+    Kind(Heads(12, 2, 128), torch.bfloat16, 128, sliding_window=100),
+    Kind(Heads(8, 1, 80), torch.bfloat16, 32),
+    Kind(Heads(5, 5, 96), torch.float16, 16),
+    Kind(Heads(16, 2, 256), torch.bfloat16, 64),
+)
+DRY_KINDS = (Kind(Heads(6, 2, 64), torch.float32, 16), Kind(Heads(4, 1, 80), torch.bfloat16, 32, sliding_window=20))
+
+
+def check_kernels(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> None:
+    """Compare attention and the kernels that move K/V with the reference in float64."""
+    size = 1 if dry else 40
+    for kind in DRY_KINDS if dry else KINDS:
+        if deadline.left < 0:
+            report.missing(str(kind), "float64 check", "the stage's time is over")
+            continue
+        _guarded(report, f"store, rope, copy: {kind}", lambda kind=kind: _check_moves(kind, seed))
+        # Cold and warm prompts, chunks of prompts, short extensions of long prefixes; decode of empty, short and long rows.
+        for name, query_lens, prefix_lens in (
+            ("cold prefill", [7 * size, 1, 3 * size, 0], [0, 0, 0, 5]),
+            ("cached prefill", [5 * size, 2 * size, 1], [13 * size, 64, 30 * size]),
+            ("short extension", [20, 2, 9], [60 * size, 50 * size, 3]),
+            ("decode", [1] * 6, [0, -1, 16, 31 * size, 63, 90 * size]),
+        ):
+            _guarded(
+                report,
+                f"{name}: {kind}",
+                lambda kind=kind, q=query_lens, p=prefix_lens: _check_attention(kind, q, p, seed),
+            )
+    heads = Heads(6, 2, 64) if dry else Heads(28, 4, 128)
+    for name, sequences in (
+        ("tree decode", shared(5 if dry else 40, 64 * size, 24)),
+        ("flat decode", flat(3, 50 * size)),
+        ("forest decode", [*shared(3, 32 * size, 20), [("other", 32 * size), ("end", 7)], [("alone", 40 * size)]]),
+    ):
+        for exact in (False, True):
+            plan = "exact plan" if exact else "default plan"
+            _guarded(report, f"{name}, {plan}", lambda n=name, s=sequences, e=exact: _check_case(n, s, heads, e, seed))
+
+
+def check_graph(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> None:
+    """Capture decode at short lengths, and replay it after other batches were copied into the same work: longer, shared, short again.
+
+    Without a GPU the launches are made anew instead, over the same tensors.
+    """
+    heads, num_seqs, scale = (Heads(6, 2, 64), 3, 1) if dry else (Heads(28, 4, 128), 16, 32)
+    capacity = Capacity(num_tokens=num_seqs, num_items=256 * scale, num_partials=512 * scale)
+    batches = {
+        "short": flat(num_seqs, 40),
+        "long": flat(num_seqs, 256 * scale),
+        "shared": shared(num_seqs, 192 * scale, 30),
+        "short again": flat(num_seqs, 33),
+    }
+    cases = {
+        name: build_case(name, parts, heads=heads, phase="decode", block_size=16, seed=seed + i)
+        for i, (name, parts) in enumerate(batches.items())
+    }
+    held = _Held.of(max(cases.values(), key=lambda case: case.k_pool.shape[0]), capacity)
+    held.load(cases["short"], capacity)
+    run: Callable[[], Any] = held.attend
+    run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            held.attend()
+        run = graph.replay
+    for name, case in cases.items():
+        held.load(case, capacity)
+        held.out.fill_(float("nan"))
+        run()
+        _report_error(report, f"graph replay, {name}", held.out, case.exact_rows(range(num_seqs)), case.query.dtype)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Tensors at fixed addresses that a captured decode reads, and its output."""
+
+    query: Tensor
+    k_pool: Tensor
+    v_pool: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    out: Tensor
+    lse: Tensor
+    work: Work
+    scale: float
+
+    @classmethod
+    def of(cls, case: Case, capacity: Capacity) -> _Held:
+        """Make room for cases of up to this one's blocks and columns."""
+        out = torch.empty_like(case.query)
+        lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        pools = torch.empty_like(case.k_pool), torch.empty_like(case.v_pool)
+        tables = torch.full_like(case.block_table, -1), torch.zeros_like(case.seq_lens_device)
+        return cls(torch.empty_like(case.query), *pools, *tables, out, lse, case.work(capacity=capacity), case.scale)
+
+    def load(self, case: Case, capacity: Capacity) -> None:
+        """Copy a case to the fixed addresses."""
+        blocks, columns = case.k_pool.shape[0], min(case.table.shape[1], self.block_table.shape[1])
+        self.query.copy_(case.query)
+        for pool, source in ((self.k_pool, case.k_pool), (self.v_pool, case.v_pool)):
+            pool.fill_(float("nan"))
+            pool[:blocks].copy_(source)
+        self.block_table.fill_(-1)
+        self.block_table[:, :columns].copy_(case.block_table[:, :columns])
+        self.seq_lens.copy_(case.seq_lens_device)
+        copy_work(self.work, case.work(capacity=capacity))
+
+    def attend(self) -> None:
+        decode.decode_attention(
+            self.query,
+            self.k_pool,
+            self.v_pool,
+            self.block_table,
+            self.seq_lens,
+            scale=self.scale,
+            plan=self.work,
+            out=self.out,
+            lse=self.lse,
+        )
+
+
+def copy_work(target: Work, source: Work) -> None:
+    """Copy the tensors of one work into those of another of the same capacity."""
+    for field in fields(Work):
+        old, new = getattr(target, field.name), getattr(source, field.name)
+        if isinstance(old, Tensor):
+            old.copy_(new)
+        elif isinstance(old, SplitItems):
+            old.items.copy_(new.items)
+            old.count.copy_(new.count)
+
+
+def _check_attention(kind: Kind, query_lens: list[int], prefix_lens: list[int], seed: int) -> str:
+    """Compare one packed call with the reference; return what was found, or raise AssertionError."""
+    heads = kind.heads
+    batch = paged_batch(
+        query_lens,
+        prefix_lens,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        block_size=kind.block_size,
+        dtype=kind.dtype,
+        seed=seed,
+        sliding_window=kind.sliding_window,
+    )
+    options = {"scale": batch.scale, "sliding_window": kind.sliding_window, "softcap": kind.softcap}
+    out = torch.full_like(batch.query, float("nan"))
+    lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
+    if all(query_len == 1 for query_len in query_lens):
+        decode.decode_attention(*batch.decode_args(), **options, out=out, lse=lse)
+        wanted = reference.decode_attention(*batch.double().decode_args(), **options)
+    else:
+        prefill.prefill_attention(*batch.prefill_args(), **options, out=out, lse=lse)
+        wanted = reference.prefill_attention(*batch.double().prefill_args(), **options)
+    assert_attention_close(out, lse, *wanted, kind.dtype)
+    return f"off by {attention_error(out, wanted[0]):.1e}"
+
+
+def _check_case(name: str, sequences: Sequence[Any], heads: Heads, exact: bool, seed: int) -> str:
+    """Compare a decode step over shared blocks with float64."""
+    case = build_case(name, sequences, heads=heads, phase="decode", block_size=16, seed=seed)
+    out, _ = case.attend(case.work(exact=exact))
+    error = attention_error(out, case.exact_rows(range(len(case.seq_lens))))
+    assert error <= OUT_TOLERANCE[case.query.dtype], f"output is off by {error:.2e}"
+    return f"off by {error:.1e}"
+
+
+def _check_moves(kind: Kind, seed: int) -> str:
+    """Compare store_kv, rope_store_kv and copy_blocks with the reference, bit for bit."""
+    generator, device = torch.Generator().manual_seed(seed), kernel_device()
+    heads, size = kind.heads, kind.block_size
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kind.dtype).to(device)
+
+    pool_shape = (7, heads.num_kv_heads, size, heads.head_dim)
+    ours = [(draw(*pool_shape), draw(*pool_shape)) for _ in range(2)]
+    wanted = [(k_pool.clone(), v_pool.clone()) for k_pool, v_pool in ours]
+    query, key, value = (
+        draw(count, 9, heads.head_dim).transpose(0, 1) for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
+    )
+    cos, sin = draw(9, heads.head_dim), draw(9, heads.head_dim)
+    slots = torch.randperm(7 * size, generator=generator)[:12].to(device)
+    slots[3] = -1
+    rows = torch.randint(0, 9, (12,), generator=generator, dtype=torch.int32).to(device)
+    src, dst = (torch.tensor(ids, device=device) for ids in ([0, 1], [5, 6]))
+    count = torch.tensor([size, size // 2], dtype=torch.int32, device=device)
+    rotated = []
+    for module, pools in ((store, ours), (reference, wanted)):
+        rotated.append(module.rope_store_kv(query, key, value, cos, sin, *pools[0], slots, rows))
+        module.store_kv(*pools[1], key, value, slots[:9])
+        module.copy_blocks(pools, src, dst, count)
+    assert torch.equal(*rotated), "rotated queries differ"
+    for pair, same in zip(ours, wanted, strict=True):
+        assert torch.equal(pair[0], same[0]) and torch.equal(pair[1], same[1]), "pools differ"
+    return "equal bits"
+
+
+def _guarded(report: Report, name: str, check: Callable[[], str]) -> None:
+    """Run one check; whatever it raises is a failed check, and the next one runs."""
+    try:
+        report.check(name, True, check())
+    except Exception as error:
+        report.check(name, False, f"{type(error).__name__}: {error}"[:500])
+
+
+def _report_error(report: Report, name: str, out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
+    error = attention_error(out, wanted)
+    report.check(name, error <= OUT_TOLERANCE[dtype], f"off by {error:.1e}, allowed {OUT_TOLERANCE[dtype]:.0e}")
