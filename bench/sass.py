@@ -200,14 +200,14 @@ class Program:
         loops = []
         for head, sources in predecessors.items():
             body: set[int] = set()
-            for last in sources if len(sources) > 1 else ():
+            for last in sources if head == 0 or len(sources) > 1 else ():
                 visited, stack = {head, last}, [] if last == head else [last]
                 while stack:
                     for source in predecessors.get(stack.pop(), ()):
                         if source not in visited:
                             visited.add(source)
                             stack.append(source)
-                if 0 not in visited:
+                if head == 0 or 0 not in visited:
                     body |= visited
             if body:
                 loops.append(Loop(tuple(self.instructions[index] for index in sorted(body))))
