@@ -1,7 +1,8 @@
 """The lists of items of one step, in numpy: which query tokens attend to which ranges of keys, and what that costs.
 
 A token's keys are cut into ranges, an item is one range and the tokens (entries) that attend to it, and a token's partials are merged
-in the order of their positions. Nothing here knows a device.
+in the order of their positions. How long ranges are is chosen per step: the step takes as long as the slot of the device that has most
+to do, plus what the partials move. Nothing here knows a device.
 """
 
 from __future__ import annotations
@@ -9,6 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+from radixkv.kernels.forest import Prices, Run, shared_runs
+from radixkv.kernels.ranges import Demand, choose_ranges, cut, list_order, spread
+
+# A range as short as this is worth its partials where there are fewer than so many programs.
+_FINE_RANGE, _LEAST_PROGRAMS = 256, 240
+# Bytes of partials beside those of K/V: in private ranges of the least length, and in a step with shared ones.
+_PARTIAL_SHARE, _SHARED_PARTIALS = 0.06, 0.34
+# A key of a wide item takes the tensor cores of one multiprocessor this many times as long as a key of narrow items its share of memory.
+_WIDE_KEY_TIME = 1.25
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,21 @@ class Layout:
     narrow_slots: int
     wide_slots: int
 
+    @property
+    def key_bytes(self) -> int:
+        """K and V of one token and one K/V head."""
+        return 2 * self.head_dim * self.itemsize
+
+    @property
+    def partial_bytes(self) -> int:
+        """One token's partial of one K/V head, fp32, written and read."""
+        return 2 * self.group * (self.head_dim + 1) * 4
+
+    @property
+    def partial_keys(self) -> float:
+        """Keys that take as many bytes as a partial."""
+        return self.partial_bytes / self.key_bytes
+
 
 @dataclass(frozen=True)
 class ItemLists:
@@ -51,8 +77,9 @@ class ItemLists:
         narrow, wide: `[num_items, 5]`.
         entry_tokens, entry_partials: `[num_entries]`.
         merge_tokens: `[M]`. merge_ranges: `[M + 1]`.
-        num_partials: partials that the items write.
         rebuild_at: `[num_seqs]`, the length of each sequence from which on the lists no longer serve.
+        tile_keys, narrow_keys, wide_keys: `[num_tiles]`, `[num_items]`, keys that each tile or item reads at the present lengths.
+        range_keys: keys that the split items read per K/V head, those of the row tiles of one range once.
     """
 
     prefill_tiles: np.ndarray
@@ -62,8 +89,24 @@ class ItemLists:
     entry_partials: np.ndarray
     merge_tokens: np.ndarray
     merge_ranges: np.ndarray
-    num_partials: int
     rebuild_at: np.ndarray
+    tile_keys: np.ndarray
+    narrow_keys: np.ndarray
+    wide_keys: np.ndarray
+    range_keys: int
+
+    @property
+    def num_partials(self) -> int:
+        return len(self.entry_partials)
+
+    @property
+    def loaded_keys(self) -> int:
+        """Keys that the split items load per K/V head, each row tile its own."""
+        return int(self.narrow_keys.sum()) + int(self.wide_keys.sum())
+
+    def moved_bytes(self, layout: Layout) -> int:
+        """K/V that the split items read, each range once, and partials written and read, over all K/V heads of a layer."""
+        return layout.num_kv_heads * (self.range_keys * layout.key_bytes + self.num_partials * layout.partial_bytes)
 
 
 def decode_items(
@@ -80,24 +123,25 @@ def decode_items(
         share: whether sequences whose block tables agree may share items.
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
-    first_chunk = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // layout.chunk
-    num_ranges = np.maximum(-(-lens // layout.chunk) - first_chunk, 0)
-    ranges = np.concatenate([[0], np.cumsum(num_ranges)])
-    seqs = np.repeat(np.arange(len(lens)), num_ranges)
-    begins = (np.arange(ranges[-1]) - ranges[seqs] + first_chunk[seqs]) * layout.chunk
-    entries = np.arange(ranges[-1])
-    items = np.stack([entries, np.ones_like(entries), seqs, begins, begins + layout.chunk], axis=1)
-    return ItemLists(
-        prefill_tiles=np.zeros((0, 2), np.int32),
-        narrow=items.astype(np.int32),
-        wide=np.zeros((0, 5), np.int32),
-        entry_tokens=seqs.astype(np.int32),
-        entry_partials=entries.astype(np.int32),
-        merge_tokens=np.arange(len(lens), dtype=np.int32),
-        merge_ranges=ranges.astype(np.int32),
-        num_partials=int(ranges[-1]),
-        rebuild_at=(-(-lens // layout.chunk) * layout.chunk + 1).astype(np.int32),
-    )
+    step = layout.chunk if exact else layout.tile_kv
+    live_from = np.zeros_like(lens) if window is None else np.maximum(lens - window, 0) // step * step
+    if exact:
+        counts = -(-(lens - live_from) // step)
+        seqs, numbers = spread(counts)
+        first_keys = live_from[seqs] + numbers * step
+        return _flat(lens, counts, numbers, first_keys, first_keys + step, live_from + counts * step, layout)
+    counts = choose_ranges(_narrow_demand(lens - live_from, np.ones_like(lens), layout))
+    _, numbers, first_keys, end_keys = cut(live_from, lens, counts, layout.tile_kv)
+    flat = _flat(lens, counts, numbers, first_keys, end_keys, lens + layout.chunk, layout)
+    if not share:
+        return flat
+    shared_range, private_range = _least_ranges(layout)
+    prices = Prices(layout.partial_keys, layout.tile_kv, shared_range, private_range)
+    found = shared_runs(table, lens, live_from, layout.block_size, prices)
+    if found is None:
+        return flat
+    tree = _tree(lens, live_from, *found, layout)
+    return tree if tree.moved_bytes(layout) < flat.moved_bytes(layout) else flat
 
 
 def prompt_items(
@@ -106,26 +150,238 @@ def prompt_items(
     """List the items of a step of prompt tokens: prefill tiles, and split items for short extensions of long prefixes.
 
     Args:
-        query_lens: `[num_seqs]`, new tokens of each sequence.
+        query_lens: `[num_seqs]`, new tokens of each sequence; 0: the sequence has no part in the step.
         seq_lens: `[num_seqs]`, tokens of each sequence, the new ones included.
         layout, window: as in decode_items.
         exact: prefill tiles only.
     """
-    tiles = [
-        (seq_len - query_len + min(first + layout.tile_q, query_len), seq, first)
-        for seq, (query_len, seq_len) in enumerate(zip(np.asarray(query_lens).tolist(), np.asarray(seq_lens).tolist(), strict=True))
-        for first in range(0, query_len, layout.tile_q)
-    ]
-    tiles.sort(key=lambda tile: -tile[0])
+    new, lens = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
+    live_from = np.zeros_like(lens) if window is None else np.maximum(lens - new + 1 - window, 0) // layout.tile_kv * layout.tile_kv
+    num_tiles = -(-new // layout.tile_q)
+    # What the last tile of each sequence reads, and all of them on average.
+    longest = np.where(new > 0, lens - live_from, 0)
+    per_slot = int((longest * num_tiles).sum()) * layout.num_kv_heads / layout.wide_slots
+    # A sequence is split where its longest tile would outlast everything else by far, and ranges of a fair length make up for that.
+    split = longest > max(1.5 * per_slot, 4 * layout.chunk)
+    if exact or layout.group > layout.wide_rows:
+        split[:] = False
+    tiles, tile_keys = _tiles(np.where(split, 0, new), lens, window, layout)
     none = np.zeros(0, np.int32)
+    if not split.any():
+        items = np.zeros((0, 5), np.int32)
+        return ItemLists(tiles, items, items, none, none, none, np.zeros(1, np.int32), lens + 1, tile_keys, none, none, 0)
+    seqs = np.flatnonzero(split)
+    sizes, begins, ends = new[seqs], live_from[seqs], lens[seqs]
+    counts = choose_ranges(_wide_demand(ends - begins, sizes, layout, 2 * layout.tile_kv, float("inf")))
+    # The last range holds all new tokens, so that each of them sees keys of every range.
+    counts = np.minimum(counts, np.maximum((ends - begins) // np.maximum(sizes, layout.tile_kv), 1))
+    pieces, numbers, first_keys, end_keys = cut(begins, ends, counts, layout.tile_kv)
+    starts = np.concatenate([[0], np.cumsum(new)])
+    ranges, places = spread(sizes[pieces])
+    num_ranges = np.repeat(counts, sizes)
+    merge_ranges = np.concatenate([[0], np.cumsum(num_ranges)])
+    split_tokens, split_places = spread(sizes)
+    first_split = np.cumsum(sizes) - sizes
+    group = layout.group
+    first_rows = (np.cumsum(sizes[pieces]) - sizes[pieces]) * group
+    arrays = (seqs[pieces], first_keys, end_keys, end_keys - first_keys, -(-layout.wide_slots // layout.num_kv_heads))
+    wide, wide_keys = _items(first_rows, sizes[pieces] * group, layout.wide_rows, *arrays)
     return ItemLists(
-        prefill_tiles=np.array([tile[1:] for tile in tiles], dtype=np.int32).reshape(-1, 2),
+        prefill_tiles=tiles,
         narrow=np.zeros((0, 5), np.int32),
-        wide=np.zeros((0, 5), np.int32),
-        entry_tokens=none,
-        entry_partials=none,
-        merge_tokens=none,
-        merge_ranges=np.zeros(1, np.int32),
-        num_partials=0,
-        rebuild_at=np.asarray(seq_lens, dtype=np.int32) + 1,
+        wide=wide,
+        entry_tokens=(starts[seqs[pieces]][ranges] + places).astype(np.int32),
+        entry_partials=(merge_ranges[first_split[pieces][ranges] + places] + numbers[ranges]).astype(np.int32),
+        merge_tokens=(starts[seqs][split_tokens] + split_places).astype(np.int32),
+        merge_ranges=merge_ranges.astype(np.int32),
+        rebuild_at=lens + 1,
+        tile_keys=tile_keys,
+        narrow_keys=none,
+        wide_keys=wide_keys,
+        range_keys=int((ends - begins).sum()),
     )
+
+
+def _flat(
+    lens: np.ndarray,
+    counts: np.ndarray,
+    numbers: np.ndarray,
+    first_keys: np.ndarray,
+    end_keys: np.ndarray,
+    grown: np.ndarray,
+    layout: Layout,
+) -> ItemLists:
+    """List one item per range; `grown` is the length up to which a sequence's last range reaches."""
+    seqs = np.repeat(np.arange(len(lens)), counts)
+    keys = end_keys - first_keys
+    merge_ranges = np.zeros(len(lens) + 1, np.int32)
+    counts.cumsum(out=merge_ranges[1:])
+    lasts = merge_ranges[1:][counts > 0] - 1
+    live = lens[counts > 0]
+    keys[lasts] = live - first_keys[lasts]
+    end_keys[lasts] = grown[counts > 0]
+    order = list_order(keys, -(-layout.narrow_slots // layout.num_kv_heads))
+    narrow = np.empty((len(order), 5), np.int32)
+    narrow[:, 0] = order
+    narrow[:, 1] = 1
+    narrow[:, 2] = seqs[order]
+    narrow[:, 3] = first_keys[order]
+    narrow[:, 4] = end_keys[order]
+    return ItemLists(
+        prefill_tiles=np.zeros((0, 2), np.int32),
+        narrow=narrow,
+        wide=np.zeros((0, 5), np.int32),
+        entry_tokens=seqs.astype(np.int32),
+        entry_partials=np.arange(len(seqs), dtype=np.int32),
+        merge_tokens=np.arange(len(lens), dtype=np.int32),
+        merge_ranges=merge_ranges,
+        rebuild_at=grown + 1,
+        tile_keys=np.zeros(0, np.int64),
+        narrow_keys=keys[order],
+        wide_keys=np.zeros(0, np.int64),
+        range_keys=int(keys.sum()),
+    )
+
+
+def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list[Run], layout: Layout) -> ItemLists:
+    """List the items of shared runs, and of what is left of each sequence."""
+    num_seqs, num_runs = len(lens), len(runs)
+    bounds = np.array([(run.first_row, run.end_row, run.first_key, run.end_key) for run in runs])
+    sizes = bounds[:, 1] - bounds[:, 0]
+    # The last run of each sequence is the last in the list that has it, as parents come first.
+    last_run = np.full(num_seqs, -1)
+    for index, run in enumerate(runs):
+        last_run[order[run.first_row : run.end_row]] = index
+    begins = np.where(last_run < 0, live_from, np.maximum(bounds[last_run, 3], live_from))
+    is_wide = (sizes > layout.narrow_entries) & (layout.group <= layout.wide_rows)
+    small, large = np.flatnonzero(~is_wide), np.flatnonzero(is_wide)
+    run_keys = bounds[:, 3] - bounds[:, 2]
+    keys = np.concatenate([lens - begins, run_keys[small]])
+    entries = np.concatenate([np.ones(num_seqs, np.int64), sizes[small]])
+    narrow_counts = choose_ranges(_narrow_demand(keys, entries, layout))
+    most = _SHARED_PARTIALS * (int(keys.sum()) + int(run_keys[large].sum())) / layout.partial_keys - int(narrow_counts @ entries)
+    counts = np.empty(num_seqs + num_runs, np.int64)
+    counts[:num_seqs] = narrow_counts[:num_seqs]
+    counts[num_seqs + small] = narrow_counts[num_seqs:]
+    counts[num_seqs + large] = choose_ranges(_wide_demand(run_keys[large], sizes[large], layout, _least_ranges(layout)[0], most))
+
+    # Pieces: what is left of each sequence, then the runs. before: ranges of a sequence before those of the piece.
+    before = np.zeros(num_seqs + num_runs, np.int64)
+    for index, run in enumerate(runs):
+        if run.parent >= 0:
+            before[num_seqs + index] = before[num_seqs + run.parent] + counts[num_seqs + run.parent]
+    before[:num_seqs] = np.where(last_run < 0, 0, (before + counts)[num_seqs + last_run])
+    merge_ranges = np.concatenate([[0], np.cumsum(before[:num_seqs] + counts[:num_seqs])])
+
+    piece_sizes = np.concatenate([np.ones(num_seqs, np.int64), sizes])
+    piece_firsts = np.concatenate([np.arange(num_seqs), num_seqs + bounds[:, 0]])
+    members = np.concatenate([np.arange(num_seqs), order])
+    first_keys, end_keys = np.concatenate([begins, bounds[:, 2]]), np.concatenate([lens, bounds[:, 3]])
+    pieces, numbers, range_firsts, range_ends = cut(first_keys, end_keys, counts, layout.tile_kv)
+    live = range_ends - range_firsts
+    lasts = (pieces < num_seqs) & (numbers + 1 == counts[pieces])
+    range_ends[lasts] += layout.chunk
+    range_sizes = piece_sizes[pieces]
+    ranges, places = spread(range_sizes)
+    tokens = members[piece_firsts[pieces][ranges] + places]
+    partials = merge_ranges[tokens] + (before[pieces] + numbers)[ranges]
+
+    first_entries = np.cumsum(range_sizes) - range_sizes
+    seqs = members[piece_firsts[pieces]]
+    in_wide = np.concatenate([np.zeros(num_seqs, bool), is_wide])[pieces]
+    lists = []
+    for chosen, unit, most_rows, slots in (
+        (~in_wide, 1, layout.narrow_entries, layout.narrow_slots),
+        (in_wide, layout.group, layout.wide_rows, layout.wide_slots),
+    ):
+        arrays = (seqs[chosen], range_firsts[chosen], range_ends[chosen], live[chosen], -(-slots // layout.num_kv_heads))
+        lists.append(_items(first_entries[chosen] * unit, range_sizes[chosen] * unit, most_rows, *arrays))
+    (narrow, narrow_keys), (wide, wide_keys) = lists
+    return ItemLists(
+        prefill_tiles=np.zeros((0, 2), np.int32),
+        narrow=narrow,
+        wide=wide,
+        entry_tokens=tokens.astype(np.int32),
+        entry_partials=partials.astype(np.int32),
+        merge_tokens=np.arange(num_seqs, dtype=np.int32),
+        merge_ranges=merge_ranges.astype(np.int32),
+        rebuild_at=lens + layout.chunk + 1,
+        tile_keys=np.zeros(0, np.int64),
+        narrow_keys=narrow_keys,
+        wide_keys=wide_keys,
+        range_keys=int(live.sum()),
+    )
+
+
+def _items(
+    firsts: np.ndarray,
+    sizes: np.ndarray,
+    most: int,
+    seqs: np.ndarray,
+    first_keys: np.ndarray,
+    end_keys: np.ndarray,
+    keys: np.ndarray,
+    per_round: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the items of ranges, each range cut into tiles of at most `most` entries or rows, and the keys they read."""
+    order = list_order(keys, per_round)
+    ranges, places = spread(-(-sizes // most)[order])
+    ranges = order[ranges]
+    first = places * most
+    columns = (firsts[ranges] + first, np.minimum(sizes[ranges] - first, most), seqs[ranges], first_keys[ranges], end_keys[ranges])
+    return np.stack(columns, axis=1).astype(np.int32), keys[ranges]
+
+
+def _tiles(new: np.ndarray, lens: np.ndarray, window: int | None, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """Return (sequence, first query token) of the prefill tiles, those with the most keys first, and how many keys each reads."""
+    seqs, places = spread(-(-new // layout.tile_q))
+    firsts = places * layout.tile_q
+    begins = (lens - new)[seqs] + firsts
+    ends = np.minimum(begins + layout.tile_q, lens[seqs])
+    keys = ends if window is None else ends - np.maximum(begins + 1 - window, 0)
+    order = np.argsort(-keys, kind="stable")
+    return np.stack([seqs[order], firsts[order]], axis=1).astype(np.int32), keys[order]
+
+
+def _narrow_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout) -> Demand:
+    """Return what is to be cut into items of the narrow kernel."""
+    return Demand(
+        keys=keys,
+        entries=entries,
+        copies=-(-entries // layout.narrow_entries),
+        # A shared range is longer, as it costs more partials.
+        stretch=np.where(entries > 1, 2, 1),
+        num_kv_heads=layout.num_kv_heads,
+        slots=layout.narrow_slots,
+        tile=layout.tile_kv,
+        least=_least_ranges(layout)[1],
+        key_time=1.0,
+        item_time=layout.tile_kv + layout.partial_keys,
+        partial_time=layout.partial_keys * layout.num_kv_heads / layout.narrow_slots,
+        least_programs=min(_LEAST_PROGRAMS, layout.num_kv_heads * int((-(-keys // _FINE_RANGE)).sum())),
+    )
+
+
+def _wide_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout, least: int, most_partials: float) -> Demand:
+    """Return what is to be cut into items of the wide kernel."""
+    return Demand(
+        keys=keys,
+        entries=entries,
+        copies=-(-entries * layout.group // layout.wide_rows),
+        stretch=np.ones_like(keys),
+        num_kv_heads=layout.num_kv_heads,
+        slots=layout.wide_slots,
+        tile=layout.tile_kv,
+        least=least,
+        key_time=_WIDE_KEY_TIME * layout.wide_slots / layout.narrow_slots,
+        item_time=layout.tile_kv,
+        partial_time=layout.partial_keys * layout.num_kv_heads / layout.narrow_slots,
+        most_partials=most_partials,
+    )
+
+
+def _least_ranges(layout: Layout) -> tuple[int, int]:
+    """Return the least keys of a shared and of a private range: partials are few beside K/V, but a short sequence still is cut."""
+    fitting = -(-layout.partial_keys / _PARTIAL_SHARE // layout.tile_kv) * layout.tile_kv
+    private = int(min(max(fitting, 2 * layout.tile_kv), _FINE_RANGE))
+    return 2 * _FINE_RANGE, private
