@@ -108,8 +108,8 @@ _PREFILL = {
 # (bytes per element, tile_d) -> {arch: (tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers)}
 _DECODE = {
     # 16 heads and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. 5 stages: see prefill.
-    (2, 64): {"cuda": (16, 64, 4, 4, 5, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
-    (2, 128): {"cuda": (16, 64, 4, 4, 5, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+    (2, 64): {"cuda": (16, 64, 4, 4, 3, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+    (2, 128): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
     # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
     (2, 256): {"cuda": (16, 32, 2, 4, 5, 3, None), "cuda_small": (16, 32, 2, 4, 5, 1, None), "hip": (16, 32, 2, 4, 1, 2, None)},
     # IEEE fp32, see prefill: 4 heads and two splits shared by 8 warps do not spill, window and softcap included.

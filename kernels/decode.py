@@ -1,11 +1,13 @@
-"""Triton kernels for attention of one new token per sequence over paged keys and values, and for the merge of partials.
+"""Triton kernel for attention of few rows over paged keys and values: one new token per sequence, and ranges that sequences share.
 
-out = sum_k exp(s_k) v_k / sum_k exp(s_k), s_k = scale * q . k_k, over the last `window` keys of the sequence. The keys are cut at
-absolute multiples of a chunk; one program attends the heads of one group to one chunk, in fp32, and a second kernel merges a
-sequence's partials in the order of their positions. So a sequence's result depends on nothing but itself.
+out = sum_k exp(s_k) v_k / sum_k exp(s_k), s_k = scale * q . k_k, over the last `window` keys up to a row's end. A plan cuts the keys
+in ranges; an item is one range and the tokens, of one sequence or of several that hold the same blocks there, that attend to it. A
+row is a (token, query head) pair of one K/V head. One program of a fixed grid after the other takes the next item and writes one fp32
+partial per row; a second kernel merges them. Tiles of keys begin at absolute multiples of TILE_KV and are taken in ascending order,
+and a key that a row does not see leaves no trace in it, so that a partial depends on nothing but its row, its range and its keys.
 The keys of a tile are split, and every split, a warp as a rule, has a softmax of its own (3-d dots); they meet once, at the end.
 
-Source: FlashDecoding (Dao, Haziza, Massa, Sizov, 2023); merge of attention states, FlashInfer (arXiv 2501.01005), section 3.3.
+Source: FlashDecoding (Dao, Haziza, Massa, Sizov, 2023); shared ranges as in Hydragen (arXiv 2402.05099), section 3.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from radixkv.kernels.checks import check_attention, check_outputs, check_partials, check_tensor
-from radixkv.kernels.configs import decode_config
+from radixkv.kernels.checks import check_attention, check_outputs, check_tensor
+from radixkv.kernels.configs import decode_config, layout_for
+from radixkv.kernels.merge import launch_merge
 from radixkv.kernels.tiles import (
-    LN_2,
     LOWEST,
     cast,
     check_runs_here,
@@ -26,6 +28,8 @@ from radixkv.kernels.tiles import (
     dot,
     is_interpreted,
     load_rows,
+    multiprocessors,
+    program_slots,
     score_factors,
     softmax_end,
     softmax_step,
@@ -33,25 +37,54 @@ from radixkv.kernels.tiles import (
 )
 from radixkv.kernels.work import Work, work_from_tensors
 
-# Partials that the merge kernel reads per trip.
-_MERGE_TILE = 16
+# A window as long as any sequence: no window.
+_NO_WINDOW = 2**31 - 1
+
+
+@triton.jit
+def _block_ids(
+    table_ptr,
+    start,
+    live_begin,
+    live_end,
+    MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_W: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Return the block of the keys start .. start + SPLITS * TILE_W, or of each split of them where a tile spans blocks.
+
+    MASKED where only the keys live_begin .. live_end, some of the tile's, have one.
+    """
+    if BLOCK_SIZE >= SPLITS * TILE_W:
+        return tl.load(table_ptr + start // BLOCK_SIZE)
+    else:
+        # The TILE_W keys of a split always lie in one block.
+        split_keys = start + tl.arange(0, SPLITS) * TILE_W
+        if MASKED:
+            live = (split_keys + TILE_W > live_begin) & (split_keys < live_end)
+            return tl.load(table_ptr + split_keys // BLOCK_SIZE, mask=live, other=0)
+        else:
+            return tl.load(table_ptr + split_keys // BLOCK_SIZE)
 
 
 @triton.jit
 def _attend_tile(
-    query,  # [SPLITS, TILE_H, TILE_D]
+    query,  # [SPLITS, TILE_R, TILE_D]
     k_ptr,
     v_ptr,
-    table_ptr,
+    blocks,  # [] or [SPLITS]
     start,
-    key_begin,
-    key_end,
+    live_begin,
+    live_end,
+    row_begin,  # [TILE_R]
+    row_end,  # [TILE_R]
     head,
     inner,
     outer,
-    row_max,  # [SPLITS, TILE_H]
-    row_sum,  # [SPLITS, TILE_H]
-    acc,  # [SPLITS, TILE_H, TILE_D]
+    row_max,  # [SPLITS, TILE_R]
+    row_sum,  # [SPLITS, TILE_R]
+    acc,  # [SPLITS, TILE_R, TILE_D]
     MASKED: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -62,165 +95,165 @@ def _attend_tile(
     SPLITS: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Attend to the keys start .. start + SPLITS * TILE_W; MASKED where some of them are not to be seen."""
-    # The TILE_W keys of a split always lie in one block.
-    split_keys = start + tl.arange(0, SPLITS) * TILE_W
-    if BLOCK_SIZE >= SPLITS * TILE_W:
-        # The whole tile lies in one block, which holds at least one live key.
-        blocks = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-    elif MASKED:
-        split_live = (split_keys + TILE_W > key_begin) & (split_keys < key_end)
-        blocks = tl.load(table_ptr + split_keys // BLOCK_SIZE, mask=split_live, other=0).to(tl.int64)
-    else:
-        blocks = tl.load(table_ptr + split_keys // BLOCK_SIZE).to(tl.int64)
-    split_rows = (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + split_keys % BLOCK_SIZE
+    """Attend to the keys start .. start + SPLITS * TILE_W; MASKED where some row does not see some of them."""
+    offs_s = tl.arange(0, SPLITS) * TILE_W
     offs_w = tl.arange(0, TILE_W)
-    rows = split_rows[:, None] + offs_w[None, :]
-    keys = split_keys[:, None] + offs_w[None, :]
-    live = (keys >= key_begin) & (keys < key_end)
     offs_d = tl.arange(0, TILE_D)
+    keys = start + offs_s[:, None] + offs_w[None, :]
+    live = (keys >= live_begin) & (keys < live_end)
+    block_rows = (blocks.to(tl.int64) * NUM_KV_HEADS + head) * BLOCK_SIZE
+    # 64-bit arithmetic for a tile or a split, and 32 bits, mostly constants, from there on.
+    if BLOCK_SIZE >= SPLITS * TILE_W:
+        origin = (block_rows + start % BLOCK_SIZE) * HEAD_DIM
+        rows = offs_s[:, None] + offs_w[None, :]
+        k_ptrs, v_ptrs = k_ptr + origin, v_ptr + origin
+    else:
+        origin = (block_rows + (start + offs_s) % BLOCK_SIZE) * HEAD_DIM
+        rows = tl.broadcast_to(offs_w[None, :], (SPLITS, TILE_W))
+        k_ptrs, v_ptrs = (k_ptr + origin)[:, None, None], (v_ptr + origin)[:, None, None]
     k_offs = rows[:, None, :] * HEAD_DIM + offs_d[None, :, None]
     v_offs = rows[:, :, None] * HEAD_DIM + offs_d[None, None, :]
 
-    key = load_rows(k_ptr, k_offs, live[:, None, :], offs_d[None, :, None], MASKED, HEAD_DIM, TILE_D)
-    # [SPLITS, TILE_H, TILE_D] x [SPLITS, TILE_D, TILE_W]
+    key = load_rows(k_ptrs, k_offs, live[:, None, :], offs_d[None, :, None], MASKED, HEAD_DIM, TILE_D)
+    # [SPLITS, TILE_R, TILE_D] x [SPLITS, TILE_D, TILE_W]
     x = dot(query, key, None, INTERPRET)
     if HAS_SOFTCAP:
         x = tanh(x * inner)
     if MASKED:
-        x = tl.where(live[:, None, :], x, float("-inf"))
+        seen = (keys[:, None, :] >= row_begin[None, :, None]) & (keys[:, None, :] < row_end[None, :, None])
+        x = tl.where(seen, x, float("-inf"))
     weights, row_max, row_sum, acc = softmax_step(x, outer, row_max, row_sum, acc)
-    value = load_rows(v_ptr, v_offs, live[:, :, None], offs_d[None, None, :], MASKED, HEAD_DIM, TILE_D)
-    # [SPLITS, TILE_H, TILE_W] x [SPLITS, TILE_W, TILE_D]
+    value = load_rows(v_ptrs, v_offs, live[:, :, None], offs_d[None, None, :], MASKED, HEAD_DIM, TILE_D)
+    # [SPLITS, TILE_R, TILE_W] x [SPLITS, TILE_W, TILE_D]
     acc = dot(cast(weights, value.dtype, INTERPRET), value, acc, INTERPRET)
     return row_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["window", "stride_query_seq", "stride_query_head", "stride_table_seq"])
+@triton.jit
+def _sum_splits(x, SPLITS: tl.constexpr):
+    """Sum [SPLITS, rows, columns], SPLITS a power of two, over its first axis.
+
+    Split by split, and not with tl.sum, whose way across warps has a barrier for every register.
+    """
+    x = tl.permute(x, (1, 2, 0))
+    if SPLITS == 1:
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
+    elif SPLITS == 2:
+        one, other = tl.split(x)
+        return one + other
+    else:
+        tl.static_assert(SPLITS == 4)
+        one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
+        one, other = tl.split(one + other)
+        return one + other
+
+
+@triton.jit(do_not_specialize=["window", "stride_query_token", "stride_query_head", "stride_table_seq"])
 def _decode_kernel(
-    out_ptr,  # [num_items, num_heads, head_dim]
-    lse_ptr,  # [num_items, num_heads]
-    query_ptr,  # [num_seqs, num_heads, head_dim]
+    part_out_ptr,  # [num_partials, num_heads, head_dim]
+    part_lse_ptr,  # [num_partials, num_heads]
+    query_ptr,  # [num_tokens, num_heads, head_dim]
     k_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     v_ptr,  # [num_blocks, num_kv_heads, block_size, head_dim]
     block_table_ptr,  # [num_seqs, max_blocks]
-    seq_lens_ptr,  # [num_seqs]
-    items_ptr,  # [num_items, 4]
+    ends_ptr,  # [num_tokens]
+    items_ptr,  # [capacity, 5]
+    count_ptr,  # [1]
+    entry_tokens_ptr,  # [num_entries]
+    entry_partials_ptr,  # [num_entries]
     inner,
     outer,
     window,
-    stride_query_seq,
+    stride_query_token,
     stride_query_head,
     stride_table_seq,
-    HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILE_H: tl.constexpr,
+    TILE_R: tl.constexpr,
     TILE_KV: tl.constexpr,
     TILE_D: tl.constexpr,
     SPLITS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    HEAD_TILES: tl.constexpr = (GROUP + TILE_H - 1) // TILE_H
+    HEAD_TILES: tl.constexpr = (GROUP + TILE_R - 1) // TILE_R
     TILE_W: tl.constexpr = TILE_KV // SPLITS
-    head = tl.program_id(0) // HEAD_TILES % NUM_KV_HEADS
-    item_ptr = items_ptr + tl.program_id(0) // HEAD_TILES // NUM_KV_HEADS * 4
-    seq = tl.load(item_ptr).to(tl.int64)
-    key_begin = tl.load(item_ptr + 1)
-    seq_len = tl.load(seq_lens_ptr + seq)
-    key_end = tl.minimum(tl.load(item_ptr + 2), seq_len)
-    partial = tl.load(item_ptr + 3).to(tl.int64)
-    table_ptr = block_table_ptr + seq * stride_table_seq
-
-    offs_h = tl.program_id(0) % HEAD_TILES * TILE_H + tl.arange(0, TILE_H)
+    offs_r = tl.arange(0, TILE_R)
     offs_d = tl.arange(0, TILE_D)
-    mask = (offs_h[:, None] < GROUP) & (offs_d[None, :] < HEAD_DIM)
-    heads = (head * GROUP + offs_h).to(tl.int64)
-    query_rows = seq * stride_query_seq + heads * stride_query_head
-    query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    query = tl.broadcast_to(query[None, :, :], (SPLITS, TILE_H, TILE_D))
-    row_max = tl.full([SPLITS, TILE_H], LOWEST, tl.float32)
-    row_sum = tl.zeros([SPLITS, TILE_H], tl.float32)
-    acc = tl.zeros([SPLITS, TILE_H, TILE_D], tl.float32)
+    num_units = tl.load(count_ptr) * (NUM_KV_HEADS * HEAD_TILES)
+    for unit in range(tl.program_id(0), num_units, tl.num_programs(0)):
+        item_ptr = items_ptr + unit // (NUM_KV_HEADS * HEAD_TILES) * 5
+        head = unit // HEAD_TILES % NUM_KV_HEADS
+        first_entry = tl.load(item_ptr)
+        num_entries = tl.load(item_ptr + 1)
+        table_ptr = block_table_ptr + tl.load(item_ptr + 2).to(tl.int64) * stride_table_seq
+        key_begin = tl.load(item_ptr + 3)
+        key_end = tl.load(item_ptr + 4)
 
-    # Tiles begin at absolute multiples of TILE_KV; all keys of the tiles full_begin .. full_end are seen.
-    full_begin = key_begin
-    full_end = key_end // TILE_KV * TILE_KV
-    if HAS_WINDOW:
-        key_begin = tl.maximum(key_begin, seq_len - window)
-        full_begin = tl.minimum(tl.cdiv(key_begin, TILE_KV) * TILE_KV, full_end)
-        for start in tl.range(key_begin // TILE_KV * TILE_KV, full_begin, TILE_KV, num_stages=1):
+        # Rows of one token are neighbours. A group of more heads than rows has several programs, and one token to an item.
+        row_entry = offs_r // GROUP
+        row_head = offs_r % GROUP
+        if HEAD_TILES > 1:
+            row_entry = offs_r * 0
+            row_head = unit % HEAD_TILES * TILE_R + offs_r
+        row_mask = (row_entry < num_entries) & (row_head < GROUP)
+        heads = head * GROUP + row_head
+        token = tl.load(entry_tokens_ptr + first_entry + row_entry, mask=row_mask, other=0).to(tl.int64)
+        end = tl.load(ends_ptr + token, mask=row_mask, other=0)
+        query_rows = token * stride_query_token + heads * stride_query_head
+        mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
+        query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
+        query = tl.broadcast_to(query[None, :, :], (SPLITS, TILE_R, TILE_D))
+
+        # Some row sees the keys live_begin .. live_end, all rows see all keys of the tiles full_begin .. full_end.
+        row_begin = tl.maximum(key_begin, end - window)
+        row_end = tl.minimum(key_end, end)
+        live_begin = tl.min(tl.where(row_mask, row_begin, key_end), 0)
+        live_end = tl.max(tl.where(row_mask, row_end, 0), 0)
+        full_begin = tl.cdiv(tl.max(tl.where(row_mask, row_begin, key_begin), 0), TILE_KV) * TILE_KV
+        full_end = tl.maximum(tl.min(tl.where(row_mask, row_end, key_end), 0) // TILE_KV * TILE_KV, full_begin)
+        row_max = tl.full([SPLITS, TILE_R], LOWEST, tl.float32)
+        row_sum = tl.zeros([SPLITS, TILE_R], tl.float32)
+        acc = tl.zeros([SPLITS, TILE_R, TILE_D], tl.float32)
+
+        for start in tl.range(live_begin // TILE_KV * TILE_KV, tl.minimum(full_begin, live_end), TILE_KV, num_stages=1):
+            blocks = _block_ids(table_ptr, start, live_begin, live_end, True, BLOCK_SIZE, TILE_W, SPLITS)
             row_max, row_sum, acc = _attend_tile(
-                query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
+                query, k_ptr, v_ptr, blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
+                row_max, row_sum, acc,
                 True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
             )  # fmt: skip
-    for start in tl.range(full_begin, full_end, TILE_KV, num_stages=NUM_STAGES):
-        row_max, row_sum, acc = _attend_tile(
-            query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
-            False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
-        )  # fmt: skip
-    for start in tl.range(full_end, key_end, TILE_KV, num_stages=1):
-        row_max, row_sum, acc = _attend_tile(
-            query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, head, inner, outer, row_max, row_sum, acc,
-            True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
-        )  # fmt: skip
+        if full_begin < full_end:
+            # The blocks of a tile are read one trip ahead of its keys, so that the keys' own loads can start early.
+            blocks = _block_ids(table_ptr, full_begin, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
+            for start in tl.range(full_begin, full_end, TILE_KV, num_stages=NUM_STAGES):
+                tile_blocks = blocks
+                ahead = tl.minimum(start + TILE_KV, full_end - TILE_KV)
+                blocks = _block_ids(table_ptr, ahead, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
+                row_max, row_sum, acc = _attend_tile(
+                    query, k_ptr, v_ptr, tile_blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
+                    row_max, row_sum, acc,
+                    False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
+                )  # fmt: skip
+        for start in tl.range(full_end, live_end, TILE_KV, num_stages=1):
+            blocks = _block_ids(table_ptr, start, live_begin, live_end, True, BLOCK_SIZE, TILE_W, SPLITS)
+            row_max, row_sum, acc = _attend_tile(
+                query, k_ptr, v_ptr, blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
+                row_max, row_sum, acc,
+                True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
+            )  # fmt: skip
 
-    # The splits' softmaxes become one; a split that saw no key has maximum LOWEST and sum 0.
-    top = tl.max(row_max, 0)
-    shrink = tl.exp2(row_max - top[None, :])
-    out, lse = softmax_end(top, tl.sum(row_sum * shrink, 0), tl.sum(acc * shrink[:, :, None], 0))
-    out_rows = partial * (NUM_KV_HEADS * GROUP) + heads
-    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
-    tl.store(lse_ptr + out_rows, lse, mask=offs_h < GROUP)
-
-
-@triton.jit
-def _merge_kernel(
-    out_ptr,  # [num_seqs, num_rows, head_dim]
-    lse_ptr,  # [num_seqs, num_rows]
-    part_out_ptr,  # [num_partials, num_rows, head_dim]
-    part_lse_ptr,  # [num_partials, num_rows]
-    ranges_ptr,  # [num_seqs + 1]
-    NUM_ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    TILE_P: tl.constexpr,
-    TILE_D: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    seq = (tl.program_id(0) // NUM_ROWS).to(tl.int64)
-    row = tl.program_id(0) % NUM_ROWS
-    begin = tl.load(ranges_ptr + seq)
-    end = tl.load(ranges_ptr + seq + 1)
-
-    offs_p = tl.arange(0, TILE_P)
-    offs_d = tl.arange(0, TILE_D)
-    row_max = tl.full([1], LOWEST, tl.float32)
-    row_sum = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, TILE_D], tl.float32)
-
-    for start in range(begin, end, TILE_P):
-        partials = start + offs_p
-        part_rows = partials.to(tl.int64) * NUM_ROWS + row
-        part_mask = partials < end
-        part_lse = tl.load(part_lse_ptr + part_rows, mask=part_mask, other=float("-inf"))
-        part_out = tl.load(
-            part_out_ptr + part_rows[:, None] * HEAD_DIM + offs_d[None, :],
-            mask=part_mask[:, None] & (offs_d[None, :] < HEAD_DIM),
-            other=0.0,
-        )
-        # [1, TILE_P]: partials take the place of keys, their LSE that of scores.
-        weights, row_max, row_sum, acc = softmax_step(part_lse[None, :], 1.0 / LN_2, row_max, row_sum, acc)
-        acc += tl.sum(tl.trans(weights) * part_out, 0)[None, :]
-
-    out, lse = softmax_end(row_max, row_sum, acc)
-    out_row = seq * NUM_ROWS + row
-    out = cast(out, out_ptr.dtype.element_ty, INTERPRET)
-    tl.store(out_ptr + out_row * HEAD_DIM + offs_d[None, :], out, mask=offs_d[None, :] < HEAD_DIM)
-    tl.store(lse_ptr + out_row + tl.arange(0, 1), lse)
+        # The splits' softmaxes become one; a split that saw no key has maximum LOWEST and sum 0.
+        top = tl.max(row_max, 0)
+        shrink = tl.exp2(row_max - top[None, :])
+        out, lse = softmax_end(top, tl.sum(row_sum * shrink, 0), _sum_splits(acc * shrink[:, :, None], SPLITS))
+        partial = tl.load(entry_partials_ptr + first_entry + row_entry, mask=row_mask, other=0).to(tl.int64)
+        out_rows = partial * (NUM_KV_HEADS * GROUP) + heads
+        tl.store(part_out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
+        tl.store(part_lse_ptr + out_rows, lse, mask=row_mask)
 
 
 def decode_attention(
@@ -239,6 +272,8 @@ def decode_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last position of each sequence over its paged keys and values.
 
+    With plan, out and lse given, and once the plan has its buffers, nothing is allocated and nothing waits for the device.
+
     Args:
         query: `[num_seqs, num_heads, head_dim]`, float32, float16 or bfloat16, last axis contiguous. Head h reads K/V head
             h // (num_heads // num_kv_heads).
@@ -248,7 +283,7 @@ def decode_attention(
         scale: factor of q . k, above 0.
         sliding_window: only that many last positions are seen, the query's own included; None: all.
         softcap: scores become softcap * tanh(score / softcap); None: as they are.
-        plan: the step's work list; None: one is built here, which waits for the device.
+        plan: the step's work list, built for this window; None: one is built here, which waits for the device.
         out: takes the output if given, like query; changed in place.
         lse: takes the LSE if given, fp32 `[num_seqs, num_heads]`; changed in place.
 
@@ -262,99 +297,90 @@ def decode_attention(
     shape = check_attention(name, query, k_pool, v_pool, block_table, seq_lens, None, sliding_window, softcap)
     check_outputs(name, query, out, lse)
     check_runs_here(name, _decode_kernel, query)
-    config = decode_config(shape.head_dim, shape.group, query.dtype, shape.block_size, current_arch(query))
-    inner, outer = score_factors(name, scale, softcap)
     if plan is None:
-        plan = work_from_tensors(
-            block_table, None, seq_lens, block_size=shape.block_size, backend="triton", tile_q=0, chunk=config.chunk
+        layout = layout_for(
+            shape.head_dim, shape.group, query.dtype, shape.block_size, shape.num_kv_heads, current_arch(query), multiprocessors(query)
         )
-    items, ranges = plan.decode_items, plan.merge_ranges
-    if items is None or ranges is None or plan.chunk % config.tile_kv:
-        raise ValueError(f"{name}: plan must hold decode items of a multiple of {config.tile_kv} keys, got items of {plan.chunk}")
-    check_tensor(name, "plan.merge_ranges", ranges, (shape.num_seqs + 1,), dtype=torch.int32, device=query.device)
-    part_out = torch.empty((items.shape[0], shape.num_heads, shape.head_dim), dtype=torch.float32, device=query.device)
-    part_lse = torch.empty(part_out.shape[:2], dtype=torch.float32, device=query.device)
-    if items.shape[0] > 0:
-        head_tiles = triton.cdiv(shape.group, config.tile_rows)
-        with torch.cuda.device_of(query):
-            _decode_kernel[(items.shape[0] * shape.num_kv_heads * head_tiles,)](
-                part_out,
-                part_lse,
-                query,
-                k_pool,
-                v_pool,
-                block_table,
-                seq_lens,
-                items,
-                inner,
-                outer,
-                sliding_window or 0,
-                query.stride(0),
-                query.stride(1),
-                block_table.stride(0),
-                HAS_WINDOW=sliding_window is not None,
-                HAS_SOFTCAP=softcap is not None,
-                NUM_KV_HEADS=shape.num_kv_heads,
-                GROUP=shape.group,
-                HEAD_DIM=shape.head_dim,
-                BLOCK_SIZE=shape.block_size,
-                TILE_H=config.tile_rows,
-                TILE_KV=config.tile_kv,
-                TILE_D=config.tile_d,
-                SPLITS=config.splits,
-                NUM_STAGES=config.num_stages,
-                INTERPRET=is_interpreted(_decode_kernel),
-                num_warps=config.num_warps,
-                enable_fp_fusion=True,
-            )
+        plan = work_from_tensors(
+            block_table, None, seq_lens, block_size=shape.block_size, backend="triton", layout=layout, window=sliding_window
+        )
+    if plan.merge_tokens is None:
+        raise ValueError(f"{name}: plan must hold items of a decode step, got none")
+    check_tensor(name, "plan.merge_tokens", plan.merge_tokens, (shape.num_seqs,), dtype=torch.int32, device=query.device)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if lse is None else lse
-    _merge(out, lse, part_out, part_lse, ranges)
+    part_out, part_lse = plan.partials(shape.num_heads, shape.head_dim)
+    launch_narrow(
+        plan, query, k_pool, v_pool, block_table, seq_lens, part_out, part_lse, scale=scale, sliding_window=sliding_window, softcap=softcap
+    )
+    launch_merge(plan, part_out, part_lse, out, lse)
     return out, lse
 
 
-def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Join attention outputs over disjoint sets of keys into the output over all of them.
+def launch_narrow(
+    work: Work,
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    ends: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
+    """Compute the partials of a work's narrow items, if it has any; the arguments were checked.
 
     Args:
-        out: fp32 `[num_partials, num_rows, head_dim]`; an empty partial is 0.
-        lse: fp32 `[num_partials, num_rows]`, natural log; an empty partial is -inf.
-
-    Returns:
-        out fp32 `[num_rows, head_dim]` and lse fp32 `[num_rows]`; (0, -inf) for a row whose partials are all empty.
-
-    Raises:
-        ValueError: shapes, dtypes or devices do not fit, or the tensors are on a CPU outside the interpreter.
-
-    Source: FlashInfer (arXiv 2501.01005), section 3.3, composition of attention states.
+        work: the items.
+        query: `[num_tokens, num_heads, head_dim]`.
+        k_pool, v_pool, block_table, scale, sliding_window, softcap: as in decode_attention. The keys that the rows of one item see
+            must together have no gap.
+        ends: int32 `[num_tokens]`, how many keys of its sequence each token may see.
+        part_out, part_lse: fp32 `[num_partials, num_heads, head_dim]` and `[num_partials, num_heads]`; changed in place.
     """
-    check_partials("merge_partials", out, lse)
-    check_tensor("merge_partials", "out", out, out.shape, dtype=torch.float32)
-    check_runs_here("merge_partials", _merge_kernel, out)
-    merged_out = torch.empty((1, *out.shape[1:]), dtype=torch.float32, device=out.device)
-    merged_lse = torch.empty((1, lse.shape[1]), dtype=torch.float32, device=out.device)
-    ranges = torch.tensor([0, out.shape[0]], dtype=torch.int32).to(out.device)
-    _merge(merged_out, merged_lse, out, lse, ranges)
-    return merged_out[0], merged_lse[0]
-
-
-def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, ranges: Tensor) -> None:
-    """Merge the partials ranges[n] .. ranges[n + 1] into row n of out and lse, which are changed in place."""
-    num_seqs, num_rows, head_dim = out.shape
-    if num_seqs * num_rows == 0:
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = k_pool.shape[1:3]
+    group = num_heads // num_kv_heads
+    config = decode_config(head_dim, group, query.dtype, block_size, current_arch(query))
+    inner, outer = score_factors("decode_attention", scale, softcap)
+    if work.narrow is None or work.narrow.capacity == 0:
         return
-    with torch.cuda.device_of(out):
-        _merge_kernel[(num_seqs * num_rows,)](
-            out,
-            lse,
+    num_units = work.narrow.capacity * num_kv_heads * triton.cdiv(group, config.tile_rows)
+    options = {} if config.max_registers is None else {"maxnreg": config.max_registers}
+    with torch.cuda.device_of(query):
+        _decode_kernel[(min(num_units, program_slots(_decode_kernel, query, config.ctas)),)](
             part_out,
             part_lse,
-            ranges,
-            NUM_ROWS=num_rows,
+            query,
+            k_pool,
+            v_pool,
+            block_table,
+            ends,
+            work.narrow.items,
+            work.narrow.count,
+            work.entry_tokens,
+            work.entry_partials,
+            inner,
+            outer,
+            _NO_WINDOW if sliding_window is None else sliding_window,
+            query.stride(0),
+            query.stride(1),
+            block_table.stride(0),
+            HAS_SOFTCAP=softcap is not None,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
             HEAD_DIM=head_dim,
-            TILE_P=_MERGE_TILE,
-            TILE_D=triton.next_power_of_2(head_dim),
-            INTERPRET=is_interpreted(_merge_kernel),
-            num_warps=4,
+            BLOCK_SIZE=block_size,
+            TILE_R=config.tile_rows,
+            TILE_KV=config.tile_kv,
+            TILE_D=config.tile_d,
+            SPLITS=config.splits,
+            NUM_STAGES=config.num_stages,
+            INTERPRET=is_interpreted(_decode_kernel),
+            num_warps=config.num_warps,
             enable_fp_fusion=True,
+            **options,
         )

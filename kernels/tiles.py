@@ -54,6 +54,19 @@ def current_arch(tensor: Tensor) -> str:
     return "cuda" if torch.cuda.get_device_capability(tensor.device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else "cuda_small"
 
 
+def multiprocessors(tensor: Tensor) -> int:
+    """Return how many multiprocessors a tensor's device has; 132, an H100's, where it is no GPU."""
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count if tensor.is_cuda else 132
+
+
+def program_slots(kernel: Any, tensor: Tensor, ctas: int) -> int:
+    """Return the largest grid of a persistent kernel of which a multiprocessor runs ctas programs at once.
+
+    The interpreter runs one program after the other: few there, so that each has several units of work.
+    """
+    return 8 if is_interpreted(kernel) else multiprocessors(tensor) * ctas
+
+
 def score_factors(function: str, scale: float, softcap: float | None) -> tuple[float, float]:
     """Return (inner, outer): the base-2 score of x = q . k is x * outer, or tanh(x * inner) * outer with a softcap.
 
