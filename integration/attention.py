@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from radixkv.attention import Step
+from radixkv.step import Step
 
 STEP_ARGUMENT = "radixkv_step"  # the keyword under which a packed forward hands its step down to attention
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from radixkv.attention import Step
 from radixkv.cache import PrefixCache
 from radixkv.sequence import Batch
+from radixkv.step import Step
 
 
 def cache_argument(model_class: type) -> str:

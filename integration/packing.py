@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from radixkv.attention import Step
 from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
 from radixkv.integration.hf_cache import GenerationCache, StepCache
+from radixkv.plan import Plan
 from radixkv.sequence import Batch
+from radixkv.step import Step
 from radixkv.token_key import token_key
 
 
@@ -77,15 +78,17 @@ def _prompt(
     cache.take(batch)
     with cache.prefix_cache.prompt_step(batch) as step:
         # The last real token of a row is its last packed row; a pad column takes the row's first, which is never read.
-        ends = np.array([*step.plan.starts[1:], step.plan.num_tokens])
+        plan = step.plan
+        assert isinstance(plan, Plan), "prompts have a plan of their own"
+        ends = np.array([*plan.starts[1:], plan.num_tokens])
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
-        rows = np.where(kept, ends[:, None] - back, np.array(step.plan.starts)[:, None])
-        return run(step, step.plan.token_ids[None], torch.from_numpy(rows.reshape(-1)).to(input_ids.device))
+        rows = np.where(kept, ends[:, None] - back, np.array(plan.starts)[:, None])
+        return run(step, plan.token_ids[None], torch.from_numpy(rows.reshape(-1)).to(input_ids.device))
 
 
 def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable) -> Any:
     num_rows = input_ids.shape[0]
-    rows, tokens = range(num_rows), input_ids
+    rows, tokens = list(range(num_rows)), input_ids
     if cache.finished is not None and bool(cache.finished.any()):
         rows = (~cache.finished).nonzero()[:, 0].tolist()
         tokens = input_ids[rows]
@@ -109,6 +112,7 @@ def _run(
     inputs: dict[str, Any],
 ) -> Any:
     step_cache = StepCache(step, step.pool.num_layers)
+    step.begin()
     with packed_attention(model.config):
         output = call(
             input_ids=token_ids,

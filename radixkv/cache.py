@@ -7,17 +7,21 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 
 from radixkv.admission import admit_rows
-from radixkv.attention import Backend, HeldStep, Step
+from radixkv.attention import Backend
+from radixkv.decode_plan import DecodePlan, columns_for
 from radixkv.errors import OutOfBlocks, out_of_blocks
-from radixkv.plan import Phase, Plan, assemble, decode_tokens, prompt_tokens
+from radixkv.kernels.work import Work
+from radixkv.plan import Phase, Plan, StepTokens, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 from radixkv.stats import CacheStats, Counters
+from radixkv.step import HeldStep, Step
 from radixkv.tree import Lease, RadixTree, token_key
 
 
@@ -44,6 +48,7 @@ class PrefixCache:
         self._live: set[Batch] = set()
         self._counters = Counters()
         self._weights_version = 0
+        self._decode_plans: dict[int, DecodePlan] = {}
 
     # What a user calls ----------------------------------------------------------------------------------------------------------------
 
@@ -138,6 +143,7 @@ class PrefixCache:
             if self._live:
                 raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
             self.pool, self.backend, self.tree = pool, backend, RadixTree(pool.block_size)
+            self._decode_plans = {}
             self._counters.evicted_before = 0
 
     def count_stock_call(self) -> None:
@@ -205,8 +211,12 @@ class PrefixCache:
             yield from self._step(batch, "prefill", batch.sequences)
 
     @contextmanager
-    def decode_step(self, batch: Batch, rows: Seq[int], token_ids: Seq[int]) -> Iterator[Step]:
+    def decode_step(self, batch: Batch, rows: Seq[int], token_ids: Seq[int], num_rows: int | None = None) -> Iterator[Step]:
         """Append one token to each of `rows` and compute it. Leaving the block normally commits it as stored.
+
+        Args:
+            batch: admitted, its prompt step done. rows: which of its rows. token_ids: one per row.
+            num_rows: Triton only: rows of the step's tensors, those past the real ones empty, at addresses that stay for this number.
 
         Raises:
             OutOfBlocks: a row needs a block and none can be had; what the rows stored before stays.
@@ -221,7 +231,7 @@ class PrefixCache:
                 sequence.key += key.tobytes()
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            yield from self._step(batch, "decode", sequences)
+            yield from self._step(batch, "decode", sequences, num_rows)
 
     def store(self, batch: Batch) -> None:
         """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone."""
@@ -254,6 +264,7 @@ class PrefixCache:
         batch = self.admit([key], [1], counted=False)
         try:
             with self.prompt_step(batch) as step:
+                step.begin()
                 first = batch.sequences[0].hit_len
                 for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
                     step.store(layer, k[first:].transpose(0, 1)[None], v[first:].transpose(0, 1)[None])
@@ -285,25 +296,61 @@ class PrefixCache:
         while self.returned:
             self._discard(self.returned.popleft())
 
-    def _step(self, batch: Batch, phase: Phase, sequences: list[Sequence]) -> Iterator[Step]:
+    def _step(self, batch: Batch, phase: Phase, sequences: list[Sequence], num_rows: int | None = None) -> Iterator[Step]:
         if batch.closed:
             raise RuntimeError("this batch was already stored or dropped: start a new generate()")
-        step = self._make_step(batch, phase, sequences)
+        plan = None
+        if phase == "prefill":
+            arrays = prompt_tokens(sequences, self.pool.block_size)
+            step, num_tokens = Step(self.pool, self.backend, self._assemble(phase, sequences, arrays, batch)), len(arrays.token_ids)
+        else:
+            num_tokens = len(sequences)
+            if self.backend.name == "triton":
+                plan = self._decode_plan(sequences, num_rows)
+                plan.follow(sequences)
+                step = Step(self.pool, self.backend, plan)
+            elif len(sequences) == 1 and self.pool.device.type == "cpu":
+                step = HeldStep(self.pool, self.backend, sequences[0], batch.carried, partial(self._assemble_decode, sequences, batch))
+            else:
+                step = Step(self.pool, self.backend, self._assemble_decode(sequences, batch))
         if batch.counted:
-            self._counters.computed_tokens += step.num_tokens
+            self._counters.computed_tokens += num_tokens
         yield step
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
+        if plan is not None:
+            plan.commit()
 
-    def _make_step(self, batch: Batch, phase: Phase, sequences: list[Sequence]) -> Step:
-        def build_plan() -> Plan:
-            tokens = prompt_tokens if phase == "prefill" else decode_tokens
-            arrays = tokens(sequences, self.pool.block_size)
-            return assemble(phase, sequences, arrays, self.backend.build_work, batch.carried, self.pool.device)
+    def _assemble(self, phase: Phase, sequences: list[Sequence], arrays: StepTokens, batch: Batch) -> Plan:
+        tables, seq_lens = [sequence.blocks for sequence in sequences], [sequence.num_tokens for sequence in sequences]
 
-        if phase == "decode" and self.backend.holds(sequences, self.pool.device):
-            return HeldStep(self.pool, self.backend, sequences[0], batch.carried, build_plan)
-        return Step(self.pool, self.backend, build_plan())
+        def build_work(window: int | None) -> Work:
+            if phase == "prefill":
+                return self.backend.build_prompt_work(tables, arrays.query_lens, seq_lens, window, batch.carried)
+            return self.backend.build_decode_work(tables, seq_lens, window, batch.carried)
+
+        return assemble(phase, sequences, arrays, build_work, self.pool.device)
+
+    def _assemble_decode(self, sequences: list[Sequence], batch: Batch) -> Plan:
+        return self._assemble("decode", sequences, decode_tokens(sequences, self.pool.block_size), batch)
+
+    def _decode_plan(self, sequences: list[Sequence], num_rows: int | None) -> DecodePlan:
+        """The plan of so many rows, a new one if there is none that is wide enough."""
+        columns = columns_for(max(len(sequence.blocks) for sequence in sequences))
+        key = len(sequences) if num_rows is None else num_rows
+        plan = self._decode_plans.get(key)
+        if plan is None or plan.max_blocks < columns:
+            if num_rows is None:  # of any number of rows, so that plans would pile up
+                self._decode_plans.clear()
+            plan = self._decode_plans[key] = DecodePlan(
+                key,
+                columns,
+                block_size=self.pool.block_size,
+                device=self.pool.device,
+                advance=self.backend.advance_rows,
+                build_work=self.backend.build_decode_work,
+            )
+        return plan
 
     def _shrink_leases(self) -> None:
         """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""

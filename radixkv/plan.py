@@ -1,10 +1,11 @@
-"""`Plan`: the tensors of one forward step, built once on the host and read by every layer."""
+"""`Plan`: the tensors of one forward step, built once on the host and read by every layer. For steps that follow one another on the
+device see decode_plan.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -14,7 +15,7 @@ from radixkv.kernels.work import Work
 from radixkv.sequence import TOKEN_BYTES, Sequence
 
 Phase = Literal["prefill", "decode"]
-BuildWork = Callable[[Phase, list[list[int]], list[int], list[int], dict, torch.device], Work]
+BuildWork = Callable[[int | None], Work]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Plan:
             row i goes to slots[i].
         cu_query_lens: int32 [N + 1]. block_table: int32 [N, B], -1 past the end. seq_lens: int32 [N], this step's tokens included.
         starts: packed row at which each sequence begins, on the host.
-        work: the kernels' work lists.
+        build_work: makes the kernels' work lists for one window, when the first layer with it asks. works: what it made, by window.
     """
 
     phase: Phase
@@ -42,11 +43,18 @@ class Plan:
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     starts: list[int]
-    work: Work
+    build_work: BuildWork
+    works: dict[int | None, Work] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]
+
+    def work(self, window: int | None) -> Work:
+        """The work list of the layers with this window."""
+        if window not in self.works:
+            self.works[window] = self.build_work(window)
+        return self.works[window]
 
 
 @dataclass(frozen=True)
@@ -94,21 +102,17 @@ def decode_tokens(sequences: Seq[Sequence], block_size: int) -> StepTokens:
     return StepTokens(token_ids, positions, blocks * block_size + positions % block_size, None, [1] * len(sequences))
 
 
-def assemble(
-    phase: Phase, sequences: Seq[Sequence], step: StepTokens, build_work: BuildWork, carried: dict, device: torch.device
-) -> Plan:
+def assemble(phase: Phase, sequences: Seq[Sequence], step: StepTokens, build_work: BuildWork, device: torch.device) -> Plan:
     """Put a step's host arrays on the device, with the block table and lengths of its sequences.
 
     Args:
         phase: "prefill" or "decode".
         sequences: N rows whose block tables cover all their tokens.
         step: the arrays of `prompt_tokens` or `decode_tokens` for these sequences.
-        build_work: the backend's `build_work(phase, tables, query_lens, seq_lens, carried, device)`.
-        carried: what the backend keeps between decode steps of the same sequences.
+        build_work: makes the work list of these sequences for one window.
         device: where the tensors go.
     """
     tables = [sequence.blocks for sequence in sequences]
-    seq_lens = [sequence.num_tokens for sequence in sequences]
     block_table = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
     for row, blocks in enumerate(tables):
         block_table[row, : len(blocks)] = blocks
@@ -126,7 +130,7 @@ def assemble(
         source_rows=None if step.source_rows is None else upload(step.source_rows),
         cu_query_lens=upload(cu_query_lens),
         block_table=upload(block_table),
-        seq_lens=upload(np.array(seq_lens, dtype=np.int32)),
+        seq_lens=upload(np.array([sequence.num_tokens for sequence in sequences], dtype=np.int32)),
         starts=cu_query_lens[:-1].tolist(),
-        work=build_work(phase, tables, step.query_lens, seq_lens, carried, device),
+        build_work=build_work,
     )

@@ -95,7 +95,7 @@ def test_decode_over_block_borders_gathers_once_per_block(monkeypatch: pytest.Mo
         gathers.append(arguments)
         return gather_held(*arguments)
 
-    monkeypatch.setattr("radixkv.attention.gather_held", gather)
+    monkeypatch.setattr("radixkv.step.gather_held", gather)
     batch = run_steps(random_cache(), 20, 40, sliding_window=None, softcap=None)  # 20 tokens end in the second block, 60 in the fourth
     assert len(gathers) == 2 * LAYERS and len(batch.carried) == LAYERS
 
@@ -108,7 +108,7 @@ def test_a_sliding_window_is_never_served_from_what_is_kept() -> None:
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence too long to be kept twice is gathered anew every step."""
     monkeypatch.setattr(torch_held, "HELD_BYTES", 30 * KV_HEADS * HEAD_DIM * 4)
-    monkeypatch.setattr("radixkv.attention.gather_held", None)
+    monkeypatch.setattr("radixkv.step.gather_held", None)
     batch = run_steps(random_cache(), 40, 10, sliding_window=None, softcap=None)
     assert not batch.carried
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import radixkv
-from radixkv.kernels import decode, prefill, store
+from radixkv.kernels import advance, decode, prefill, store
 from tests.models import HEAD_SHAPES, assert_varied, left_pad, new_tokens, prompt, tiny_qwen2
 
 LAYERS, NEW = 2, 4
@@ -44,6 +44,7 @@ def kernel_calls(monkeypatch):
     count(store, "copy_blocks")
     count(prefill, "prefill_attention")
     count(decode, "decode_attention")
+    count(advance, "advance_rows")
     return calls
 
 
@@ -62,7 +63,7 @@ def test_every_attention_runs_in_our_kernels(name, no_sdpa, kernel_calls):
         kernel_calls.clear()
         model.radixkv.backend.launches.clear()
         assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
-        attention = {"store_kv": LAYERS * NEW, "prefill_attention": LAYERS, "decode_attention": LAYERS * (NEW - 1)}
+        attention = {"store_kv": LAYERS * NEW, "prefill_attention": LAYERS, "decode_attention": LAYERS * (NEW - 1), "advance_rows": NEW - 1}
         copies = kernel_calls.pop("copy_blocks", 0)
         assert kernel_calls == attention
         assert model.radixkv.backend.launches == {**attention, **({"copy_blocks": copies} if copies else {})}
