@@ -57,6 +57,7 @@ class DecodePlan:
         self.slots = torch.full((num_rows,), -1, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(num_rows, dtype=torch.int32, device=device)
         self.block_table = torch.full((num_rows, max_blocks), -1, dtype=torch.int32, device=device)
+        self._flat_table = self.block_table.view(-1)
         self.works: dict[int | None, Work] = {}
         self.num_builds = 0
         self._advance_rows, self._build_work = advance, build_work
@@ -107,15 +108,16 @@ class DecodePlan:
         self.works.clear()
 
     def _append_blocks(self) -> None:
-        rows = np.flatnonzero(self._lens % self.block_size == 0)
-        rows = rows[rows < len(self._sequences)]
+        lens = self._lens[: len(self._sequences)]
+        rows = np.flatnonzero(lens % self.block_size == 0)
         if not len(rows):
             return
-        columns = self._lens[rows] // self.block_size
-        blocks = np.array([self._sequences[row].blocks[-1] for row in rows])
-        self._table[rows, columns] = blocks
-        where = torch.from_numpy(np.stack([rows, columns, blocks])).to(self.block_table.device)
-        self.block_table.index_put_((where[0], where[1]), where[2].int())
+        entries = rows * self.max_blocks + lens[rows] // self.block_size
+        sequences = self._sequences
+        blocks = np.array([sequences[row].blocks[-1] for row in rows.tolist()], dtype=np.int32)
+        self._table.reshape(-1)[entries] = blocks
+        where, what = torch.from_numpy(entries), torch.from_numpy(blocks)
+        self._flat_table.index_copy_(0, where.to(self._flat_table.device), what.to(self._flat_table.device))
 
     def _outgrown(self, work: Work) -> bool:
         return bool((self._lens >= np.array(work.rebuild_at)).any())
