@@ -67,6 +67,10 @@ class Layout:
         """Keys that take as many bytes as a partial."""
         return self.partial_bytes / self.key_bytes
 
+    def moved_bytes(self, num_keys: int, num_partials: int) -> int:
+        """Bytes of so many keys and partials over all K/V heads of a layer."""
+        return self.num_kv_heads * (num_keys * self.key_bytes + num_partials * self.partial_bytes)
+
 
 @dataclass(frozen=True)
 class ItemLists:
@@ -106,7 +110,7 @@ class ItemLists:
 
     def moved_bytes(self, layout: Layout) -> int:
         """K/V that the split items read, each range once, and partials written and read, over all K/V heads of a layer."""
-        return layout.num_kv_heads * (self.range_keys * layout.key_bytes + self.num_partials * layout.partial_bytes)
+        return layout.moved_bytes(self.range_keys, self.num_partials)
 
 
 def decode_items(
@@ -131,21 +135,26 @@ def decode_items(
         first_keys = live_from[seqs] + numbers * step
         return _flat(lens, counts, numbers, first_keys, first_keys + step, live_from + counts * step, layout)
     counts = choose_ranges(_narrow_demand(lens - live_from, np.ones_like(lens), layout))
+    if share:
+        shared_range, private_range = _least_ranges(layout)
+        prices = Prices(layout.partial_keys, layout.tile_kv, shared_range, private_range)
+        found = shared_runs(table, lens, live_from, layout.block_size, prices)
+        if found is not None:
+            tree = _tree(lens, live_from, *found, layout)
+            if tree.moved_bytes(layout) < layout.moved_bytes(int((lens - live_from).sum()), int(counts.sum())):
+                return tree
     _, numbers, first_keys, end_keys = cut(live_from, lens, counts, layout.tile_kv)
-    flat = _flat(lens, counts, numbers, first_keys, end_keys, lens + layout.chunk, layout)
-    if not share:
-        return flat
-    shared_range, private_range = _least_ranges(layout)
-    prices = Prices(layout.partial_keys, layout.tile_kv, shared_range, private_range)
-    found = shared_runs(table, lens, live_from, layout.block_size, prices)
-    if found is None:
-        return flat
-    tree = _tree(lens, live_from, *found, layout)
-    return tree if tree.moved_bytes(layout) < flat.moved_bytes(layout) else flat
+    return _flat(lens, counts, numbers, first_keys, end_keys, lens + layout.chunk, layout)
 
 
 def prompt_items(
-    query_lens: np.ndarray, seq_lens: np.ndarray, layout: Layout, *, window: int | None = None, exact: bool = False
+    query_lens: np.ndarray,
+    seq_lens: np.ndarray,
+    layout: Layout,
+    *,
+    window: int | None = None,
+    exact: bool = False,
+    starts: np.ndarray | None = None,
 ) -> ItemLists:
     """List the items of a step of prompt tokens: prefill tiles, and split items for short extensions of long prefixes.
 
@@ -154,6 +163,7 @@ def prompt_items(
         seq_lens: `[num_seqs]`, tokens of each sequence, the new ones included.
         layout, window: as in decode_items.
         exact: prefill tiles only.
+        starts: `[num_seqs]`, the first token of each sequence; None: they follow one another.
     """
     new, lens = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
     live_from = np.zeros_like(lens) if window is None else np.maximum(lens - new + 1 - window, 0) // layout.tile_kv * layout.tile_kv
@@ -176,7 +186,7 @@ def prompt_items(
     # The last range holds all new tokens, so that each of them sees keys of every range.
     counts = np.minimum(counts, np.maximum((ends - begins) // np.maximum(sizes, layout.tile_kv), 1))
     pieces, numbers, first_keys, end_keys = cut(begins, ends, counts, layout.tile_kv)
-    starts = np.concatenate([[0], np.cumsum(new)])
+    starts = np.cumsum(new) - new if starts is None else starts
     ranges, places = spread(sizes[pieces])
     num_ranges = np.repeat(counts, sizes)
     merge_ranges = np.concatenate([[0], np.cumsum(num_ranges)])
@@ -199,6 +209,33 @@ def prompt_items(
         narrow_keys=none,
         wide_keys=wide_keys,
         range_keys=int((ends - begins).sum()),
+    )
+
+
+def join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
+    """Join the lists of a step's prompt tokens and those of its decode rows, which are the given sequences and tokens of the step."""
+    first_entry = first_partial = prompt.num_partials
+    items = []
+    for rows, unit in ((decode.narrow, 1), (decode.wide, layout.group)):
+        moved = rows.copy()
+        moved[:, 0] += first_entry * unit
+        moved[:, 2] = seqs[rows[:, 2]]
+        items.append(moved)
+    rebuild_at = prompt.rebuild_at.copy()
+    rebuild_at[seqs] = decode.rebuild_at
+    return ItemLists(
+        prefill_tiles=prompt.prefill_tiles,
+        narrow=items[0],
+        wide=np.concatenate([prompt.wide, items[1]]),
+        entry_tokens=np.concatenate([prompt.entry_tokens, tokens[decode.entry_tokens]]),
+        entry_partials=np.concatenate([prompt.entry_partials, decode.entry_partials + first_partial]),
+        merge_tokens=np.concatenate([prompt.merge_tokens, tokens[decode.merge_tokens]]),
+        merge_ranges=np.concatenate([prompt.merge_ranges, decode.merge_ranges[1:] + first_partial]),
+        rebuild_at=rebuild_at,
+        tile_keys=prompt.tile_keys,
+        narrow_keys=decode.narrow_keys,
+        wide_keys=np.concatenate([prompt.wide_keys, decode.wide_keys]),
+        range_keys=prompt.range_keys + decode.range_keys,
     )
 
 
@@ -235,7 +272,7 @@ def _flat(
         entry_partials=np.arange(len(seqs), dtype=np.int32),
         merge_tokens=np.arange(len(lens), dtype=np.int32),
         merge_ranges=merge_ranges,
-        rebuild_at=grown + 1,
+        rebuild_at=np.where(counts > 0, grown, 0) + 1,
         tile_keys=np.zeros(0, np.int64),
         narrow_keys=keys[order],
         wide_keys=np.zeros(0, np.int64),
@@ -305,7 +342,7 @@ def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list
         entry_partials=partials.astype(np.int32),
         merge_tokens=np.arange(num_seqs, dtype=np.int32),
         merge_ranges=merge_ranges.astype(np.int32),
-        rebuild_at=lens + layout.chunk + 1,
+        rebuild_at=np.where(lens > 0, lens + layout.chunk, 0) + 1,
         tile_keys=np.zeros(0, np.int64),
         narrow_keys=narrow_keys,
         wide_keys=wide_keys,

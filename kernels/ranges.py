@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 # Ranges that give more rounds than this have nothing left to balance.
-_MOST_ROUNDS = 10
+MOST_ROUNDS = 6
 # A slot that has this many times the average to do makes a list a bad one.
 _UNEVEN = 1.1
+# Above every number of ranges.
+_PACK = float(1 << 24)
 
 
 @dataclass(frozen=True)
@@ -49,37 +51,41 @@ class Demand:
 
 def choose_ranges(demand: Demand) -> np.ndarray:
     """Return into how many ranges each piece is cut, int64 `[num_pieces]`."""
-    tiles = -(-demand.keys // demand.tile)
-    candidates = _candidates(demand, tiles)
+    # Small whole numbers in float64, whose products and quotients numpy computes faster.
+    tiles = np.ceil(demand.keys / demand.tile)
+    copies, entries = demand.copies.astype(np.float64), demand.entries.astype(np.float64)
+    longest, total = int(tiles.max(initial=0)), float(tiles @ copies)
+    lengths = _candidates(demand, longest, total)
     # [num_candidates, num_pieces]
-    counts = -(-tiles // (candidates[:, None] * demand.stretch))
-    if len(candidates) == 1:
-        return counts[0]
-    partials = counts @ demand.entries
-    programs = counts @ demand.copies * demand.num_kv_heads
-    slot_keys, slot_items = _longest_slot(demand, tiles, counts)
-    times = slot_keys * demand.key_time + slot_items * demand.item_time + partials * demand.partial_time
+    counts = np.ceil(tiles / (lengths[:, None] * demand.stretch))
+    if len(lengths) == 1:
+        return counts[0].astype(np.int64)
+    partials = counts @ entries
+    programs = counts @ copies * demand.num_kv_heads
+    slot_tiles, slot_items = _longest_slot(demand, tiles, counts, copies)
+    times = slot_tiles * (demand.tile * demand.key_time) + slot_items * demand.item_time + partials * demand.partial_time
     # Rather a little more in all than slots that wait for one another.
-    even_tiles = np.maximum((tiles / np.maximum(counts, 1)).max(1), tiles @ demand.copies * (demand.num_kv_heads / demand.slots))
-    times *= np.maximum(slot_keys / (even_tiles * demand.tile) / _UNEVEN, 1)
+    even_tiles = np.maximum(lengths * int(demand.stretch.max()), total * demand.num_kv_heads / demand.slots)
+    times *= np.maximum(slot_tiles / (even_tiles * _UNEVEN), 1)
     times[(programs < demand.least_programs) | (partials > demand.most_partials)] = np.inf
     best = int(times.argmin())
     if times[best] == np.inf:
         # Both bounds at once cannot be kept; partials cost more than idle slots.
         best = -1 if partials[-1] > demand.most_partials or programs[0] >= demand.least_programs else 0
-    return counts[best]
+    return counts[best].astype(np.int64)
 
 
-def _candidates(demand: Demand, tiles: np.ndarray) -> np.ndarray:
+def _candidates(demand: Demand, longest: int, total: float) -> np.ndarray:
     """Return lengths of ranges in tiles, ascending, with which the last round is full or which the bounds may ask for."""
-    longest, total = int(tiles.max(initial=0)), int(tiles @ demand.copies)
     least = max(1, demand.least // demand.tile)
     if longest <= least:
-        return np.array([least])
+        return np.array([float(least)])
     per_round = demand.slots / demand.num_kv_heads
     num_items = int(demand.copies.sum())
-    lengths = {least, longest}
-    for rounds in range(1, _MOST_ROUNDS + 1):
+    # Shorter ones would have too many rounds.
+    shortest = max(least, min(longest, int(total / (per_round * MOST_ROUNDS)) + 1))
+    lengths = {shortest, longest}
+    for rounds in range(1, MOST_ROUNDS + 1):
         items = rounds * per_round
         # As many whole ranges of equal pieces as fit; and as long as fits unequal ones, whose last ranges are half empty.
         if items >= num_items:
@@ -88,31 +94,32 @@ def _candidates(demand: Demand, tiles: np.ndarray) -> np.ndarray:
             lengths.add(int(total / (items - num_items / 2)) + 1)
     if total < 2 * least * per_round:
         # Less than two rounds: what counts is the length itself.
-        lengths.update(int(least * 1.25**power) for power in range(1, 20) if least * 1.25**power < longest)
-    shortest = max(least, min(longest, int(total / (per_round * _MOST_ROUNDS))))
-    return np.array(sorted(min(max(length, shortest), longest) for length in lengths if length >= shortest or length == least))
+        lengths.update(-(-longest // count) for count in (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64))
+    return np.array(sorted({min(length, longest) for length in lengths if length >= shortest}), dtype=np.float64)
 
 
-def _longest_slot(demand: Demand, tiles: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the keys and the items of the first slot for each row of counts `[num_candidates, num_pieces]`."""
-    # A piece is cut into ranges of one tile more or less: `larger` of the longer ones.
-    shorter = tiles // np.maximum(counts, 1)
+def _longest_slot(demand: Demand, tiles: np.ndarray, counts: np.ndarray, copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tiles and the items of the first slot for each row of counts `[num_candidates, num_pieces]`."""
+    num_candidates, num_pieces = counts.shape
+    # A piece is cut into ranges of one tile more or less: `larger` of the longer ones. Sorted as one number with how many they are.
+    shorter = np.floor(tiles / np.maximum(counts, 1))
     larger = tiles - shorter * counts
-    lengths = np.concatenate([shorter + 1, shorter], axis=1)
-    numbers = np.concatenate([larger, counts - larger], axis=1) * np.concatenate([demand.copies, demand.copies])
-    order = np.argsort(-lengths, axis=1)
-    lengths = np.take_along_axis(lengths, order, 1)
-    ends = np.take_along_axis(numbers, order, 1).cumsum(1)
+    packed = np.empty((num_candidates, 2 * num_pieces))
+    packed[:, :num_pieces] = (shorter + 1) * -_PACK - larger * copies
+    packed[:, num_pieces:] = shorter * -_PACK - (counts - larger) * copies
+    packed.sort(axis=1)
+    lengths = np.floor(packed / -_PACK)
+    ends = (-packed - lengths * _PACK).cumsum(axis=1)
     totals = ends[:, -1]
-    rounds = -(-int(totals.max()) * demand.num_kv_heads // demand.slots)
+    most = int(totals.max())
     # The item of the first unit of each round, and where in the sorted list it is.
-    firsts = np.arange(rounds) * demand.slots // demand.num_kv_heads
-    rows = np.arange(len(counts))[:, None] * (int(totals.max()) + 1)
-    places = np.searchsorted((ends + rows).ravel(), (firsts + rows).ravel(), side="right").reshape(len(counts), rounds)
-    places -= np.arange(len(counts))[:, None] * lengths.shape[1]
+    firsts = np.arange(-(-most * demand.num_kv_heads // demand.slots)) * demand.slots // demand.num_kv_heads
+    rows = np.arange(num_candidates)[:, None]
+    places = (ends + rows * (most + 1)).ravel().searchsorted((firsts + rows * (most + 1)).ravel(), side="right")
     ran = firsts < totals[:, None]
-    keys = np.take_along_axis(lengths, np.where(ran, places, 0), 1) * demand.tile
-    return np.where(ran, keys, 0).sum(1), ran.sum(1)
+    # Past the end of its list a candidate's place is that of the next one's first item, or of none.
+    keys = lengths.ravel().take(places, mode="clip").reshape(ran.shape)
+    return (keys * ran).sum(axis=1), ran.sum(axis=1)
 
 
 def list_order(keys: np.ndarray, per_round: int) -> np.ndarray:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.kernels.items import ItemLists, Layout, decode_items, prompt_items
+from radixkv.kernels.items import ItemLists, Layout, decode_items, join_lists, prompt_items
+from radixkv.kernels.ranges import MOST_ROUNDS, spread
 
 Phase = Literal["prefill", "decode"]
 Backend = Literal["torch", "triton"]
@@ -37,15 +39,25 @@ class SplitItems:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Fixed sizes of a work's tensors, for works that are copied into one another's addresses.
+    """Fixed sizes of the tensors of a decode step's work, so that one can be copied into another's addresses.
 
     Attributes:
-        num_tokens: tokens of the step. num_items: items of either kernel. num_partials: partials and entries.
+        num_tokens: tokens of the step. num_items: items of either kernel. num_partials: partials, of which each entry writes one.
     """
 
     num_tokens: int
     num_items: int
     num_partials: int
+
+    @classmethod
+    def for_decode(cls, num_seqs: int, max_len: int, layout: Layout, *, exact: bool = False) -> Capacity:
+        """Return what holds any decode step of up to num_seqs sequences of up to max_len tokens."""
+        chunks = num_seqs * -(-max_len // layout.chunk)
+        if exact:
+            return cls(num_seqs, chunks, chunks)
+        ranges = num_seqs + MOST_ROUNDS * -(-layout.narrow_slots // layout.num_kv_heads)
+        # Shared ranges are few, but each costs every sequence a partial; a tree that needs more is attended to flat.
+        return cls(num_seqs, ranges + num_seqs, ranges + 8 * num_seqs)
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Work:
         merge_ranges: `[M + 1]`; an empty range gives out 0 and lse -inf.
         merge_count: `[1]`, how many of merge_tokens are live.
         num_partials: capacity of the partial buffers.
+        storage: 1-d, holds all of the tensors above.
         rebuild_at: per sequence the length from which on the work no longer serves; empty for the torch backend.
         scratch: what a backend keeps for the step, by name; filled by the functions that read the work.
         carried: what the torch backend keeps from one step to the next of the same sequences, each then one token longer; None: nothing.
@@ -93,6 +106,7 @@ class Work:
     merge_ranges: Tensor | None = None
     merge_count: Tensor | None = None
     num_partials: int = 0
+    storage: Tensor | None = None
     rebuild_at: list[int] = field(default_factory=list)
     scratch: dict[str, Any] = field(default_factory=dict)
     carried: dict[Any, Any] | None = None
@@ -110,6 +124,20 @@ class Work:
             part_out = torch.empty((self.num_partials, num_heads, head_dim), dtype=torch.float32, device=device)
             buffers[num_heads, head_dim] = part_out, torch.empty(part_out.shape[:2], dtype=torch.float32, device=device)
         return buffers[num_heads, head_dim]
+
+    def refill(self, other: Work) -> Work:
+        """Copy a work of the same capacity into the tensors of this one, in one copy, and return it as it is then.
+
+        Addresses and partial buffers stay, so that a captured graph serves the other step.
+
+        Raises:
+            ValueError: the works were built with different capacities, or without.
+        """
+        mine, its = self.storage, other.storage
+        if mine is None or its is None or mine.shape != its.shape or self.num_partials != other.num_partials:
+            raise ValueError(f"Work.refill: capacities must be equal, got {other.num_partials} partials for {self.num_partials}")
+        mine.copy_(its, non_blocking=True)
+        return replace(self, query_lens=other.query_lens, seq_lens=other.seq_lens, rebuild_at=other.rebuild_at)
 
 
 def build_work(
@@ -137,11 +165,13 @@ def build_work(
         layout: what its kernels prescribe, from configs.layout_for; Triton only.
         window: only that many last keys are seen, a query's own included; None: all. One work serves one window.
         exact: the exact plan: a row's result does not depend on the rest of the batch.
-        capacity: sizes of the tensors; None: as large as they need to be.
+        capacity: sizes of the tensors of a decode step; None: as large as they need to be. A tree of shared runs that does not fit is
+            attended to flat.
         device: where the tensors are to live.
 
     Raises:
-        ValueError: lists of different lengths, a decode row whose query_len is not 1, or Triton without a layout.
+        ValueError: lists of different lengths, a decode row whose query_len is not 1, Triton without a layout, or a step above its
+            capacity.
     """
     num_seqs = len(seq_lens)
     phase_list = [phases] * num_seqs if isinstance(phases, str) else list(phases)
@@ -152,16 +182,31 @@ def build_work(
         )
     if any(phase == "decode" and query_len != 1 for phase, query_len in zip(phase_list, query_lens, strict=True)):
         raise ValueError("build_work: query_lens must all be 1 in decode")
+    lens = np.array(seq_lens, dtype=np.int64)
     if backend == "torch":
         block_ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in block_tables]
-        return Work(list(query_lens), list(seq_lens), block_ids)
+        return Work(list(query_lens), lens.tolist(), block_ids)
     if layout is None:
         raise ValueError("build_work: the triton backend needs a layout, got None")
-    if any(phase == "decode" for phase in phase_list):
-        lists = decode_items(np.zeros((num_seqs, 0), np.int32), np.array(seq_lens), layout, window=window, exact=exact, share=False)
+    new = np.array(query_lens, dtype=np.int64)
+    decoding = np.array([phase == "decode" for phase in phase_list], dtype=bool)
+    if capacity is not None and phases != "decode":
+        raise ValueError("build_work: only a decode step has a capacity, got prompt tokens")
+    ends = None
+    if phases == "decode":
+        lists = decode_items(_table(block_tables), lens, layout, window=window, exact=exact)
+        if capacity is not None and not _fits(lists, capacity):
+            lists = decode_items(_table(block_tables), lens, layout, window=window, exact=exact, share=False)
     else:
-        lists = prompt_items(np.array(query_lens), np.array(seq_lens), layout, window=window, exact=exact)
-    return _upload(list(query_lens), list(seq_lens), lists, layout, device)
+        lists = prompt_items(np.where(decoding, 0, new), lens, layout, window=window, exact=exact, starts=np.cumsum(new) - new)
+        if decoding.any():
+            seqs = np.flatnonzero(decoding)
+            decode = decode_items(_table(block_tables)[seqs], lens[seqs], layout, window=window, exact=exact)
+            lists = join_lists(lists, decode, seqs, (np.cumsum(new) - new)[seqs], layout)
+        if lists.num_partials or decoding.any():
+            seqs, places = spread(new)
+            ends = (lens - new + 1)[seqs] + places
+    return _upload(new.tolist(), lens.tolist(), lists, ends, layout, capacity, device)
 
 
 def work_from_tensors(
@@ -204,28 +249,77 @@ def work_from_tensors(
     )
 
 
-def _upload(query_lens: list[int], seq_lens: list[int], lists: ItemLists, layout: Layout, device: torch.device | str) -> Work:
-    """Put item lists on the device."""
+def _table(block_tables: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
+    """Return block tables as an int32 array, rows filled up with -1."""
+    if isinstance(block_tables, np.ndarray):
+        return np.ascontiguousarray(block_tables, dtype=np.int32)
+    table = np.full((len(block_tables), max(map(len, block_tables), default=0)), -1, dtype=np.int32)
+    for seq, row in enumerate(block_tables):
+        table[seq, : len(row)] = row
+    return table
 
-    def put(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(device)
 
-    def split(items: np.ndarray) -> SplitItems | None:
-        return SplitItems(put(items), put(np.array([len(items)]))) if len(items) else None
+def _fits(lists: ItemLists, capacity: Capacity) -> bool:
+    return (
+        max(len(lists.narrow), len(lists.wide)) <= capacity.num_items
+        and lists.num_partials <= capacity.num_partials
+        and len(lists.merge_tokens) <= capacity.num_tokens
+    )
 
+
+def _upload(
+    query_lens: list[int],
+    seq_lens: list[int],
+    lists: ItemLists,
+    ends: np.ndarray | None,
+    layout: Layout,
+    capacity: Capacity | None,
+    device: torch.device | str,
+) -> Work:
+    """Put item lists on the device in one copy, in tensors as large as the capacity, if there is one, asks for."""
+    if capacity is not None and not _fits(lists, capacity):
+        needed = (len(lists.merge_tokens), max(len(lists.narrow), len(lists.wide)), lists.num_partials)
+        raise ValueError(f"build_work: capacity must hold {needed} tokens, items and partials, got {capacity}")
+    sizes = capacity or Capacity(len(lists.merge_tokens), -1, lists.num_partials)
+    # (name, array, rows that its tensor has at least)
+    parts = [
+        ("narrow", lists.narrow, sizes.num_items),
+        ("wide", lists.wide, sizes.num_items),
+        ("entry_tokens", lists.entry_tokens, sizes.num_partials),
+        ("entry_partials", lists.entry_partials, sizes.num_partials),
+        ("merge_tokens", lists.merge_tokens, sizes.num_tokens),
+        ("merge_ranges", lists.merge_ranges, sizes.num_tokens + 1),
+        ("prefill_tiles", lists.prefill_tiles, 0),
+        ("ends", np.zeros(0, np.int32) if ends is None else ends, 0),
+        ("narrow_count", np.array([len(lists.narrow)]), 0),
+        ("wide_count", np.array([len(lists.wide)]), 0),
+        ("merge_count", np.array([len(lists.merge_tokens)]), 0),
+    ]
+    shapes = {name: (max(len(array), least), *array.shape[1:]) for name, array, least in parts}
+    # Each begins at a multiple of 16 bytes.
+    begins = np.cumsum([0, *(-(-math.prod(shape) // 4) * 4 for shape in shapes.values())]).tolist()
+    host = np.zeros(begins[-1], dtype=np.int32)
+    for (_, array, _), begin in zip(parts, begins, strict=False):
+        host[begin : begin + array.size] = array.ravel()
+    storage = torch.from_numpy(host).to(device)
+    views = {
+        name: storage[begin : begin + math.prod(shape)].view(shape) for (name, shape), begin in zip(shapes.items(), begins, strict=False)
+    }
     return Work(
         query_lens,
         seq_lens,
         [],
-        prefill_tiles=put(lists.prefill_tiles),
+        prefill_tiles=views["prefill_tiles"],
         tile_q=layout.tile_q,
-        narrow=split(lists.narrow),
-        wide=split(lists.wide),
-        entry_tokens=put(lists.entry_tokens),
-        entry_partials=put(lists.entry_partials),
-        merge_tokens=put(lists.merge_tokens),
-        merge_ranges=put(lists.merge_ranges),
-        merge_count=put(np.array([len(lists.merge_tokens)])),
-        num_partials=lists.num_partials,
+        narrow=SplitItems(views["narrow"], views["narrow_count"]) if shapes["narrow"][0] else None,
+        wide=SplitItems(views["wide"], views["wide_count"]) if shapes["wide"][0] else None,
+        entry_tokens=views["entry_tokens"],
+        entry_partials=views["entry_partials"],
+        ends=None if ends is None else views["ends"],
+        merge_tokens=views["merge_tokens"],
+        merge_ranges=views["merge_ranges"],
+        merge_count=views["merge_count"],
+        num_partials=sizes.num_partials,
+        storage=storage,
         rebuild_at=lists.rebuild_at.tolist(),
     )
