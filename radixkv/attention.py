@@ -13,7 +13,7 @@ from radixkv.decode_plan import DecodePlan
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import Layout
 from radixkv.kernels.work import Backend as Implementation
-from radixkv.kernels.work import Work, build_work
+from radixkv.kernels.work import Capacity, Work, build_work
 from radixkv.plan import Plan
 from radixkv.pool import BlockPool
 
@@ -63,10 +63,23 @@ class Backend:
         return self._build("prefill", tables, query_lens, seq_lens, window, carried)
 
     def build_decode_work(
-        self, tables: list[list[int]] | np.ndarray, seq_lens: list[int] | np.ndarray, window: int | None, carried: dict | None = None
+        self,
+        tables: list[list[int]] | np.ndarray,
+        seq_lens: list[int] | np.ndarray,
+        window: int | None,
+        *,
+        carried: dict | None = None,
+        max_len: int | None = None,
     ) -> Work:
-        """The work of a step of one generated token per row, as above."""
-        return self._build("decode", tables, [1] * len(seq_lens), seq_lens, window, carried)
+        """The work of a step of one generated token per row, as above.
+
+        With max_len its tensors are of the size that serves all steps of as many rows up to that length.
+        """
+        capacity = None
+        if max_len is not None:
+            assert self._layout is not None, "only Triton's work has a capacity"
+            capacity = Capacity.for_decode(len(seq_lens), max_len, self._layout, exact=self.exact)
+        return self._build("decode", tables, [1] * len(seq_lens), seq_lens, window, carried, capacity)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1
@@ -90,7 +103,7 @@ class Backend:
             query, k_pool, v_pool, plan.block_table, plan.cu_query_lens, plan.seq_lens, **options
         )[0]
 
-    def _build(self, phase, tables, query_lens, seq_lens, window, carried) -> Work:
+    def _build(self, phase, tables, query_lens, seq_lens, window, carried, capacity=None) -> Work:
         work = build_work(
             tables,
             query_lens,
@@ -100,6 +113,7 @@ class Backend:
             layout=self._layout,
             window=window,
             exact=self.exact,
+            capacity=capacity,
             device=self._device,
         )
         return replace(work, carried=carried, round_as_sdpa=True)

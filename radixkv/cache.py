@@ -327,7 +327,7 @@ class PrefixCache:
         def build_work(window: int | None) -> Work:
             if phase == "prefill":
                 return self.backend.build_prompt_work(tables, arrays.query_lens, seq_lens, window, batch.carried)
-            return self.backend.build_decode_work(tables, seq_lens, window, batch.carried)
+            return self.backend.build_decode_work(tables, seq_lens, window, carried=batch.carried)
 
         return assemble(phase, sequences, arrays, build_work, self.pool.device)
 
@@ -348,7 +348,7 @@ class PrefixCache:
                 block_size=self.pool.block_size,
                 device=self.pool.device,
                 advance=self.backend.advance_rows,
-                build_work=self.backend.build_decode_work,
+                build_work=partial(self.backend.build_decode_work, max_len=columns * self.pool.block_size),
             )
         return plan
 

@@ -30,12 +30,12 @@ class DecodePlan:
         block_size: tokens per block.
         device: where the tensors are.
         advance: the backend's `advance_rows`.
-        build_work: makes the work list of (block table [num_rows, max_blocks], lengths [num_rows], window).
+        build_work: makes the work list of (block table [num_rows, max_blocks], lengths [num_rows], window), always of one capacity.
 
     Attributes:
         positions, slots: int64 [num_rows]. block_table: int32 [num_rows, max_blocks]. seq_lens: int32 [num_rows], 0 in an empty row. They
             are those of a step after `advance`.
-        works: the work lists in use, by window.
+        works: the work lists in use, by window; their tensors stay where they are too.
         num_builds: work lists built so far.
     """
 
@@ -66,6 +66,7 @@ class DecodePlan:
         self._lens = np.zeros(num_rows, dtype=np.int32)
         self._sequences: list[Sequence] = []
         self._ready = False
+        self._stale = False
 
     def follow(self, sequences: Seq[Sequence]) -> None:
         """Make ready for the next step of these rows, each of which has just got its token and the block for it.
@@ -79,8 +80,9 @@ class DecodePlan:
             self._load(sequences)
         self._ready = False
         for window, work in self.works.items():
-            if self._outgrown(work):
-                self.works[window] = self._build(window)
+            if self._stale or bool((self._lens >= np.array(work.rebuild_at)).any()):
+                self.works[window] = work.refill(self._build(window))
+        self._stale = False
 
     def advance(self) -> None:
         """On the device: append a token to every row. Nothing here depends on the host."""
@@ -105,7 +107,7 @@ class DecodePlan:
             self._lens[row] = sequence.num_tokens
         self.block_table.copy_(torch.from_numpy(self._table))
         self.seq_lens.copy_(torch.from_numpy(np.maximum(self._lens - 1, 0)))  # advance() adds the new token
-        self.works.clear()
+        self._stale = True
 
     def _append_blocks(self) -> None:
         lens = self._lens[: len(self._sequences)]
@@ -118,9 +120,6 @@ class DecodePlan:
         self._table.reshape(-1)[entries] = blocks
         where, what = torch.from_numpy(entries), torch.from_numpy(blocks)
         self._flat_table.index_copy_(0, where.to(self._flat_table.device), what.to(self._flat_table.device))
-
-    def _outgrown(self, work: Work) -> bool:
-        return bool((self._lens >= np.array(work.rebuild_at)).any())
 
     def _build(self, window: int | None) -> Work:
         self.num_builds += 1

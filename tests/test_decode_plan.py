@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,8 +40,13 @@ class Rows:
 
 
 def make_plan(num_rows: int, max_blocks: int = MIN_BLOCKS) -> DecodePlan:
-    def build_work(table: np.ndarray, lens: np.ndarray, window: int | None) -> SimpleNamespace:
-        return SimpleNamespace(table=table.copy(), lens=lens.copy(), window=window, rebuild_at=(lens + GROWTH).tolist())
+    def build_work(table: np.ndarray, lens: np.ndarray, window: int | None) -> Any:
+        def refill(other: SimpleNamespace) -> SimpleNamespace:
+            other.refills = work.refills + 1
+            return other
+
+        work = SimpleNamespace(window=window, rebuild_at=(lens + GROWTH).tolist(), refills=0, refill=refill)
+        return work
 
     return DecodePlan(
         num_rows, max_blocks, block_size=BLOCK_SIZE, device=torch.device("cpu"), advance=reference.advance_rows, build_work=build_work
@@ -78,6 +84,7 @@ def test_steps_of_the_same_rows(num_rows: int) -> None:
     assert plan.num_builds == 1
     step(plan, rows.grow())
     assert plan.num_builds == 2  # every list was outgrown in that step
+    assert plan.work(None).refills == 1
     assert [tensor.data_ptr() for tensor in (plan.positions, plan.slots, plan.seq_lens, plan.block_table)] == addresses
 
 
@@ -115,7 +122,7 @@ def test_a_work_list_for_each_window() -> None:
     plan = make_plan(1)
     plan.follow(rows.grow())
     assert plan.work(8) is plan.work(8) is not plan.work(None)
-    assert plan.work(8).window == 8 and plan.num_builds == 2  # type: ignore[attr-defined]
+    assert plan.work(8).window == 8 and plan.num_builds == 2
 
 
 @pytest.mark.parametrize(("num_blocks", "columns"), [(1, 64), (64, 64), (65, 128), (129, 256)])
