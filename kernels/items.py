@@ -147,98 +147,6 @@ def decode_items(
     return _flat(lens, counts, numbers, first_keys, end_keys, lens + layout.chunk, layout)
 
 
-def prompt_items(
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    layout: Layout,
-    *,
-    window: int | None = None,
-    exact: bool = False,
-    starts: np.ndarray | None = None,
-) -> ItemLists:
-    """List the items of a step of prompt tokens: prefill tiles, and split items for short extensions of long prefixes.
-
-    Args:
-        query_lens: `[num_seqs]`, new tokens of each sequence; 0: the sequence has no part in the step.
-        seq_lens: `[num_seqs]`, tokens of each sequence, the new ones included.
-        layout, window: as in decode_items.
-        exact: prefill tiles only.
-        starts: `[num_seqs]`, the first token of each sequence; None: they follow one another.
-    """
-    new, lens = np.asarray(query_lens, dtype=np.int64), np.asarray(seq_lens, dtype=np.int64)
-    live_from = np.zeros_like(lens) if window is None else np.maximum(lens - new + 1 - window, 0) // layout.tile_kv * layout.tile_kv
-    num_tiles = -(-new // layout.tile_q)
-    # What the last tile of each sequence reads, and all of them on average.
-    longest = np.where(new > 0, lens - live_from, 0)
-    per_slot = int((longest * num_tiles).sum()) * layout.num_kv_heads / layout.wide_slots
-    # A sequence is split where its longest tile would outlast everything else by far, and ranges of a fair length make up for that.
-    split = longest > max(1.5 * per_slot, 4 * layout.chunk)
-    if exact or layout.group > layout.wide_rows:
-        split[:] = False
-    tiles, tile_keys = _tiles(np.where(split, 0, new), lens, window, layout)
-    none = np.zeros(0, np.int32)
-    if not split.any():
-        items = np.zeros((0, 5), np.int32)
-        return ItemLists(tiles, items, items, none, none, none, np.zeros(1, np.int32), lens + 1, tile_keys, none, none, 0)
-    seqs = np.flatnonzero(split)
-    sizes, begins, ends = new[seqs], live_from[seqs], lens[seqs]
-    counts = choose_ranges(_wide_demand(ends - begins, sizes, layout, 2 * layout.tile_kv, float("inf")))
-    # The last range holds all new tokens, so that each of them sees keys of every range.
-    counts = np.minimum(counts, np.maximum((ends - begins) // np.maximum(sizes, layout.tile_kv), 1))
-    pieces, numbers, first_keys, end_keys = cut(begins, ends, counts, layout.tile_kv)
-    starts = np.cumsum(new) - new if starts is None else starts
-    ranges, places = spread(sizes[pieces])
-    num_ranges = np.repeat(counts, sizes)
-    merge_ranges = np.concatenate([[0], np.cumsum(num_ranges)])
-    split_tokens, split_places = spread(sizes)
-    first_split = np.cumsum(sizes) - sizes
-    group = layout.group
-    first_rows = (np.cumsum(sizes[pieces]) - sizes[pieces]) * group
-    arrays = (seqs[pieces], first_keys, end_keys, end_keys - first_keys, -(-layout.wide_slots // layout.num_kv_heads))
-    wide, wide_keys = _items(first_rows, sizes[pieces] * group, layout.wide_rows, *arrays)
-    return ItemLists(
-        prefill_tiles=tiles,
-        narrow=np.zeros((0, 5), np.int32),
-        wide=wide,
-        entry_tokens=(starts[seqs[pieces]][ranges] + places).astype(np.int32),
-        entry_partials=(merge_ranges[first_split[pieces][ranges] + places] + numbers[ranges]).astype(np.int32),
-        merge_tokens=(starts[seqs][split_tokens] + split_places).astype(np.int32),
-        merge_ranges=merge_ranges.astype(np.int32),
-        rebuild_at=lens + 1,
-        tile_keys=tile_keys,
-        narrow_keys=none,
-        wide_keys=wide_keys,
-        range_keys=int((ends - begins).sum()),
-    )
-
-
-def join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
-    """Join the lists of a step's prompt tokens and those of its decode rows, which are the given sequences and tokens of the step."""
-    first_entry = first_partial = prompt.num_partials
-    items = []
-    for rows, unit in ((decode.narrow, 1), (decode.wide, layout.group)):
-        moved = rows.copy()
-        moved[:, 0] += first_entry * unit
-        moved[:, 2] = seqs[rows[:, 2]]
-        items.append(moved)
-    rebuild_at = prompt.rebuild_at.copy()
-    rebuild_at[seqs] = decode.rebuild_at
-    return ItemLists(
-        prefill_tiles=prompt.prefill_tiles,
-        narrow=items[0],
-        wide=np.concatenate([prompt.wide, items[1]]),
-        entry_tokens=np.concatenate([prompt.entry_tokens, tokens[decode.entry_tokens]]),
-        entry_partials=np.concatenate([prompt.entry_partials, decode.entry_partials + first_partial]),
-        merge_tokens=np.concatenate([prompt.merge_tokens, tokens[decode.merge_tokens]]),
-        merge_ranges=np.concatenate([prompt.merge_ranges, decode.merge_ranges[1:] + first_partial]),
-        rebuild_at=rebuild_at,
-        tile_keys=prompt.tile_keys,
-        narrow_keys=decode.narrow_keys,
-        wide_keys=np.concatenate([prompt.wide_keys, decode.wide_keys]),
-        range_keys=prompt.range_keys + decode.range_keys,
-    )
-
-
 def _flat(
     lens: np.ndarray,
     counts: np.ndarray,
@@ -300,7 +208,7 @@ def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list
     counts = np.empty(num_seqs + num_runs, np.int64)
     counts[:num_seqs] = narrow_counts[:num_seqs]
     counts[num_seqs + small] = narrow_counts[num_seqs:]
-    counts[num_seqs + large] = choose_ranges(_wide_demand(run_keys[large], sizes[large], layout, _least_ranges(layout)[0], most))
+    counts[num_seqs + large] = choose_ranges(wide_demand(run_keys[large], sizes[large], layout, _least_ranges(layout)[0], most))
 
     # Pieces: what is left of each sequence, then the runs. before: ranges of a sequence before those of the piece.
     before = np.zeros(num_seqs + num_runs, np.int64)
@@ -332,7 +240,7 @@ def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list
         (in_wide, layout.group, layout.wide_rows, layout.wide_slots),
     ):
         arrays = (seqs[chosen], range_firsts[chosen], range_ends[chosen], live[chosen], -(-slots // layout.num_kv_heads))
-        lists.append(_items(first_entries[chosen] * unit, range_sizes[chosen] * unit, most_rows, *arrays))
+        lists.append(range_items(first_entries[chosen] * unit, range_sizes[chosen] * unit, most_rows, *arrays))
     (narrow, narrow_keys), (wide, wide_keys) = lists
     return ItemLists(
         prefill_tiles=np.zeros((0, 2), np.int32),
@@ -350,7 +258,7 @@ def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list
     )
 
 
-def _items(
+def range_items(
     firsts: np.ndarray,
     sizes: np.ndarray,
     most: int,
@@ -367,17 +275,6 @@ def _items(
     first = places * most
     columns = (firsts[ranges] + first, np.minimum(sizes[ranges] - first, most), seqs[ranges], first_keys[ranges], end_keys[ranges])
     return np.stack(columns, axis=1).astype(np.int32), keys[ranges]
-
-
-def _tiles(new: np.ndarray, lens: np.ndarray, window: int | None, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (sequence, first query token) of the prefill tiles, those with the most keys first, and how many keys each reads."""
-    seqs, places = spread(-(-new // layout.tile_q))
-    firsts = places * layout.tile_q
-    begins = (lens - new)[seqs] + firsts
-    ends = np.minimum(begins + layout.tile_q, lens[seqs])
-    keys = ends if window is None else ends - np.maximum(begins + 1 - window, 0)
-    order = np.argsort(-keys, kind="stable")
-    return np.stack([seqs[order], firsts[order]], axis=1).astype(np.int32), keys[order]
 
 
 def _narrow_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout) -> Demand:
@@ -399,7 +296,7 @@ def _narrow_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout) -> Dem
     )
 
 
-def _wide_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout, least: int, most_partials: float) -> Demand:
+def wide_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout, least: int, most_partials: float) -> Demand:
     """Return what is to be cut into items of the wide kernel."""
     return Demand(
         keys=keys,

@@ -139,21 +139,20 @@ def list_order(keys: np.ndarray, per_round: int) -> np.ndarray:
 def cut(
     first_keys: np.ndarray, end_keys: np.ndarray, counts: np.ndarray, tile: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut pieces of keys into ranges of about equal length, at multiples of tile.
+    """Cut pieces of keys into ranges that are equal within one tile, at multiples of tile.
 
     Args:
-        first_keys, end_keys, counts: of each piece; a count is at most the number of whole tiles, or 1.
+        first_keys, end_keys, counts: of each piece; a count is at most the number of its tiles.
 
     Returns:
         Of each range, those of a piece together: its piece, its number within the piece, its first key, its end key.
     """
     pieces, numbers = spread(counts)
-    first, length, count = first_keys[pieces], (end_keys - first_keys)[pieces], counts[pieces]
-    begins = first + length * numbers // count
-    ends = first + length * (numbers + 1) // count
-    begins = np.where(numbers > 0, begins // tile * tile, begins)
-    ends = np.where(numbers + 1 < count, ends // tile * tile, ends)
-    return pieces, numbers, begins, ends
+    bases = first_keys // tile * tile
+    base, tiles, count = bases[pieces], (-(-(end_keys - bases) // tile))[pieces], counts[pieces]
+    begins = base + tiles * numbers // count * tile
+    ends = base + tiles * (numbers + 1) // count * tile
+    return pieces, numbers, np.maximum(begins, first_keys[pieces]), np.minimum(ends, end_keys[pieces])
 
 
 def spread(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.kernels.items import ItemLists, Layout, decode_items, join_lists, prompt_items
+from radixkv.kernels.items import ItemLists, Layout, decode_items
+from radixkv.kernels.prompt_items import join_lists, prompt_items
 from radixkv.kernels.ranges import MOST_ROUNDS, spread
 
 Phase = Literal["prefill", "decode"]
