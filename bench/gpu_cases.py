@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from bench.gpu_timing import attention_flop, kv_bytes, row_bytes
 from radixkv.kernels import configs, decode, prefill
+from radixkv.kernels.items import Layout
 from radixkv.kernels.tiles import current_arch
 from radixkv.kernels.work import Capacity, Work, build_work
 from radixkv.testing import kernel_device
@@ -93,28 +94,32 @@ class Case:
         ]
         return torch.tensor(rows, dtype=torch.int64).reshape(-1, 2)
 
-    def work(self, *, exact: bool = False, capacity: Capacity | None = None) -> Work:
-        """The work list of this call for the Triton kernels."""
+    @property
+    def layout(self) -> Layout:
+        """What the item lists must fit here."""
         heads, device = self.heads, self.query.device
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-        layout = configs.layout_for(
+        return configs.layout_for(
             heads.head_dim, heads.group, self.query.dtype, self.block_size, heads.num_kv_heads, current_arch(self.query), num_sms
         )
+
+    def work(self, *, exact: bool = False, capacity: Capacity | None = None, tokens_ago: int = 0) -> Work:
+        """The work list of this call for the Triton kernels, or the one that was built when the sequences were shorter."""
         return build_work(
             self.table,
             self.query_lens,
-            self.seq_lens,
+            [seq_len - tokens_ago for seq_len in self.seq_lens],
             phases=self.phase,
             backend="triton",
-            layout=layout,
+            layout=self.layout,
             exact=exact,
             capacity=capacity,
-            device=device,
+            device=self.query.device,
         )
 
     def attend(self, work: Work | None, out: Tensor | None = None, lse: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run our kernel."""
-        options = {"scale": self.scale, "plan": work, "out": out, "lse": lse}
+        options: dict[str, Any] = {"scale": self.scale, "plan": work, "out": out, "lse": lse}
         pools = (self.query, self.k_pool, self.v_pool, self.block_table)
         if self.phase == "decode":
             return decode.decode_attention(*pools, self.seq_lens_device, **options)

@@ -16,6 +16,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,64 +54,68 @@ PACKAGES = ("torch", "triton", "transformers", "numpy", "flash-attn", "flashinfe
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the stages and report; return the exit status."""
     options = _parse(arguments)
-    if options.stage:
-        return _run_stage(options)
+    if options.rows:
+        return _run_here(options)
     folder = Path(options.out or os.environ.get("OUT") or ROOT / "bench" / "results")
     folder.mkdir(parents=True, exist_ok=True)
     seed = int.from_bytes(os.urandom(4)) if options.seed is None else options.seed
     with tempfile.TemporaryDirectory() as scratch:
         rows_path = Path(scratch) / "rows.jsonl"
-        broken = _run_stages(options, seed, rows_path)
+        _run_apart(options, seed, rows_path)
         rows = complete(read_rows(rows_path))
     about = _about(seed, options.dry_run, rows)
-    text = "\n".join([", ".join(f"{name}: {value}" for name, value in about.items()), table(rows), *broken])
+    text = "\n".join([", ".join(f"{name}: {value}" for name, value in about.items()), table(rows)])
     name = f"gpu_check_{'dry_' if options.dry_run else ''}{about['date'].replace(':', '').replace('-', '')}"
     (folder / f"{name}.txt").write_text(text + "\n", encoding="utf-8")
-    document = {"about": about, "broken": broken, "goals": dict(goals(rows)), "rows": rows}
+    document = {"about": about, "goals": dict(goals(rows)), "rows": rows}
     (folder / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(text)
-    return 0 if all_ok(rows) and not broken else 1
+    return 0 if all_ok(rows) else 1
 
 
-def _run_stages(options: argparse.Namespace, seed: int, rows_path: Path) -> list[str]:
-    """Run the stages one after the other, each in a process; return what broke."""
-    broken = []
+def _run_apart(options: argparse.Namespace, seed: int, rows_path: Path) -> None:
+    """Run the stages one after the other, each in a process; a dry run, which cannot hang a GPU, in one for all."""
+    groups = [options.stages] if options.dry_run else [[name] for name in options.stages]
     begin, allowed = time.monotonic(), 0.0
-    for name in options.stages:
-        allowed += STAGES[name][2] * (10 if options.dry_run else 1)
+    for names in groups:
+        allowed += sum(STAGES[name][2] for name in names)
         limit = allowed - (time.monotonic() - begin)
-        command = [sys.executable, __file__, "--stage", name, "--rows", str(rows_path)]
-        command += ["--seed", str(seed), "--seconds", f"{limit - _GRACE}", *(["--dry-run"] if options.dry_run else [])]
-        stage_begin = time.monotonic()
+        command = [sys.executable, __file__, "--rows", str(rows_path), "--seed", str(seed), "--seconds", f"{limit - _GRACE}"]
+        command += [*(["--dry-run"] if options.dry_run else []), "--stages", *names]
+        # A session of its own, so that what hangs is stopped with the processes that it started.
+        process = subprocess.Popen(command, start_new_session=True)
         try:
-            status = subprocess.run(command, timeout=limit, check=False).returncode
-            if status:
-                broken.append(f"BROKEN {name}: exit status {status}")
+            if process.wait(limit):
+                Report(rows_path, names[0]).broken(f"the process ended with status {process.returncode}")
         except subprocess.TimeoutExpired:
-            broken.append(f"BROKEN {name}: stopped after {limit:.0f} s")
-        print(f"{name}: {time.monotonic() - stage_begin:.1f} s", file=sys.stderr, flush=True)
-    return broken
+            Report(rows_path, names[0]).broken(f"stopped after {limit:.0f} s")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def _run_stage(options: argparse.Namespace) -> int:
-    """Run one stage in this process."""
+def _run_here(options: argparse.Namespace) -> int:
+    """Run stages in this process; their errors are rows."""
     if options.dry_run:
         # Read when Triton is imported.
         os.environ["TRITON_INTERPRET"] = "1"
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    module, function, _ = STAGES[options.stage]
-    report = Report(Path(options.rows), options.stage)
-    try:
-        deadline = import_module("bench.gpu_timing").Deadline(options.seconds)
-        torch = import_module("torch")
-        if not options.dry_run:
-            properties = torch.cuda.get_device_properties(0)
-            report.about({"device": properties.name, "multiprocessors": properties.multi_processor_count})
-        getattr(import_module(module), function)(report, deadline, seed=options.seed, dry=options.dry_run)
-    except Exception:
-        traceback.print_exc()
-        return 1
+    for name in options.stages:
+        begin = time.monotonic()
+        module, function, _ = STAGES[name]
+        report = Report(Path(options.rows), name)
+        try:
+            deadline = import_module("bench.gpu_timing").Deadline(options.seconds)
+            if not options.dry_run:
+                properties = import_module("torch").cuda.get_device_properties(0)
+                report.about({"device": properties.name, "multiprocessors": properties.multi_processor_count})
+            getattr(import_module(module), function)(report, deadline, seed=options.seed, dry=options.dry_run)
+        except Exception as error:
+            traceback.print_exc()
+            report.broken(f"{type(error).__name__}: {error}"[:500])
+        print(f"{name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
     return 0
 
 
@@ -144,8 +149,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", help="folder for the results (default: $OUT, else bench/results)")
     parser.add_argument("--seed", type=int, help="of all inputs (default: a new one each time, printed)")
     parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="only these")
-    for internal in ("--stage", "--rows"):
-        parser.add_argument(internal, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

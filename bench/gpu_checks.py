@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -13,8 +16,11 @@ from bench.gpu_cases import Case, Heads, build_case, flat, shared
 from bench.gpu_report import Report
 from bench.gpu_timing import Deadline
 from radixkv.kernels import decode, prefill, reference, store
-from radixkv.kernels.work import Capacity, SplitItems, Work
+from radixkv.kernels.work import Capacity, Work
 from radixkv.testing import OUT_TOLERANCE, assert_attention_close, attention_error, kernel_device, paged_batch
+
+# Name of a check, whether it passed, what was found.
+Outcome = tuple[str, bool, str]
 
 
 @dataclass(frozen=True)
@@ -48,26 +54,11 @@ DRY_KINDS = (Kind(Heads(6, 2, 64), torch.float32, 16), Kind(Heads(4, 1, 80), tor
 
 
 def check_kernels(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> None:
-    """Compare attention and the kernels that move K/V with the reference in float64."""
-    size = 1 if dry else 40
-    for kind in DRY_KINDS if dry else KINDS:
-        if deadline.left < 0:
-            report.missing(str(kind), "float64 check", "the stage's time is over")
-            continue
-        _guarded(report, f"store, rope, copy: {kind}", lambda kind=kind: _check_moves(kind, seed))
-        # Cold and warm prompts, chunks of prompts, short extensions of long prefixes; decode of empty, short and long rows.
-        for name, query_lens, prefix_lens in (
-            ("cold prefill", [7 * size, 1, 3 * size, 0], [0, 0, 0, 5]),
-            ("cached prefill", [5 * size, 2 * size, 1], [13 * size, 64, 30 * size]),
-            ("short extension", [20, 2, 9], [60 * size, 50 * size, 3]),
-            ("decode", [1] * 6, [0, -1, 16, 31 * size, 63, 90 * size]),
-        ):
-            _guarded(
-                report,
-                f"{name}: {kind}",
-                lambda kind=kind, q=query_lens, p=prefix_lens: _check_attention(kind, q, p, seed),
-            )
-    heads = Heads(6, 2, 64) if dry else Heads(28, 4, 128)
+    """Compare attention and the kernels that move K/V with the reference in float64.
+
+    On a GPU kinds of heads are checked in processes of their own, four at a time, because nearly all of the time is compilation.
+    """
+    size, heads = (1, Heads(6, 2, 64)) if dry else (40, Heads(28, 4, 128))
     for name, sequences in (
         ("tree decode", shared(5 if dry else 40, 64 * size, 24)),
         ("flat decode", flat(3, 50 * size)),
@@ -75,30 +66,60 @@ def check_kernels(report: Report, deadline: Deadline, *, seed: int, dry: bool) -
     ):
         for exact in (False, True):
             plan = "exact plan" if exact else "default plan"
-            _guarded(report, f"{name}, {plan}", lambda n=name, s=sequences, e=exact: _check_case(n, s, heads, e, seed))
+            _report_all(report, [_guarded(f"{name}, {plan}", partial(_check_case, name, sequences, heads, exact, seed))])
+    kinds = DRY_KINDS if dry else KINDS
+    if dry:
+        for kind in kinds:
+            _report_all(report, check_kind(kind, seed, dry))
+        return
+    with ProcessPoolExecutor(4, mp_context=get_context("spawn")) as pool:
+        pending = {pool.submit(check_kind, kind, seed, dry): kind for kind in kinds}
+        done, late = wait(pending, timeout=deadline.left)
+        for future in done:
+            error = future.exception()
+            _report_all(report, [(str(pending[future]), False, repr(error))] if error else future.result())
+        for future in late:
+            future.cancel()
+            report.check(str(pending[future]), False, "not checked: the stage's time is over")
+
+
+def check_kind(kind: Kind, seed: int, dry: bool) -> list[Outcome]:
+    """Compare every kernel with the reference for one kind of heads."""
+    size = 1 if dry else 40
+    outcomes = [_guarded(f"store, rope, copy: {kind}", partial(_check_moves, kind, seed))]
+    # Cold and warm prompts, chunks of prompts, short extensions of long prefixes; decode of empty, short and long rows.
+    for name, query_lens, prefix_lens in (
+        ("cold prefill", [7 * size, 1, 3 * size, 0], [0, 0, 0, 5]),
+        ("cached prefill", [5 * size, 2 * size, 1], [13 * size, 64, 30 * size]),
+        ("short extension", [20, 2, 9], [60 * size, 50 * size, 3]),
+        ("decode", [1] * 6, [0, -1, 16, 31 * size, 63, 90 * size]),
+    ):
+        outcomes.append(_guarded(f"{name}: {kind}", partial(_check_attention, kind, query_lens, prefix_lens, seed)))
+    return outcomes
 
 
 def check_graph(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> None:
-    """Capture decode at short lengths, and replay it after other batches were copied into the same work: longer, shared, short again.
+    """Capture decode at short lengths, and replay it after other batches were copied to its addresses: longer, shared, short again.
 
-    Without a GPU the launches are made anew instead, over the same tensors.
+    One batch has grown since its work was built. Without a GPU the launches are made anew instead, over the same tensors.
     """
     heads, num_seqs, scale = (Heads(6, 2, 64), 3, 1) if dry else (Heads(28, 4, 128), 16, 32)
-    capacity = Capacity(num_tokens=num_seqs, num_items=256 * scale, num_partials=512 * scale)
     batches = {
         "short": flat(num_seqs, 40),
         "long": flat(num_seqs, 256 * scale),
         "shared": shared(num_seqs, 192 * scale, 30),
+        "grown on the device": shared(num_seqs, 64 * scale, 60),
         "short again": flat(num_seqs, 33),
     }
     cases = {
         name: build_case(name, parts, heads=heads, phase="decode", block_size=16, seed=seed + i)
         for i, (name, parts) in enumerate(batches.items())
     }
-    held = _Held.of(max(cases.values(), key=lambda case: case.k_pool.shape[0]), capacity)
-    held.load(cases["short"], capacity)
+    capacity = Capacity.for_decode(num_seqs, 256 * scale, cases["short"].layout)
+    held = _Held.of(cases["long"], capacity)
+    held.load(cases["short"], cases["short"].work(capacity=capacity))
+    held.attend()
     run: Callable[[], Any] = held.attend
-    run()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -106,10 +127,14 @@ def check_graph(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> 
             held.attend()
         run = graph.replay
     for name, case in cases.items():
-        held.load(case, capacity)
+        tokens_ago = 9 if name == "grown on the device" else 0
+        work = case.work(capacity=capacity, tokens_ago=tokens_ago)
+        assert min(work.rebuild_at) > case.seq_lens[0], "this work must not be used any more at this length"
+        held.load(case, work)
         held.out.fill_(float("nan"))
         run()
-        _report_error(report, f"graph replay, {name}", held.out, case.exact_rows(range(num_seqs)), case.query.dtype)
+        error = attention_error(held.out, case.exact_rows(range(num_seqs)))
+        report.check(f"graph replay, {name}", error <= OUT_TOLERANCE[case.query.dtype], f"off by {error:.1e}")
 
 
 @dataclass(frozen=True)
@@ -135,8 +160,8 @@ class _Held:
         tables = torch.full_like(case.block_table, -1), torch.zeros_like(case.seq_lens_device)
         return cls(torch.empty_like(case.query), *pools, *tables, out, lse, case.work(capacity=capacity), case.scale)
 
-    def load(self, case: Case, capacity: Capacity) -> None:
-        """Copy a case to the fixed addresses."""
+    def load(self, case: Case, work: Work) -> None:
+        """Copy a case, and a work for it, to the fixed addresses."""
         blocks, columns = case.k_pool.shape[0], min(case.table.shape[1], self.block_table.shape[1])
         self.query.copy_(case.query)
         for pool, source in ((self.k_pool, case.k_pool), (self.v_pool, case.v_pool)):
@@ -145,7 +170,7 @@ class _Held:
         self.block_table.fill_(-1)
         self.block_table[:, :columns].copy_(case.block_table[:, :columns])
         self.seq_lens.copy_(case.seq_lens_device)
-        copy_work(self.work, case.work(capacity=capacity))
+        self.work.refill(work)
 
     def attend(self) -> None:
         decode.decode_attention(
@@ -159,17 +184,6 @@ class _Held:
             out=self.out,
             lse=self.lse,
         )
-
-
-def copy_work(target: Work, source: Work) -> None:
-    """Copy the tensors of one work into those of another of the same capacity."""
-    for field in fields(Work):
-        old, new = getattr(target, field.name), getattr(source, field.name)
-        if isinstance(old, Tensor):
-            old.copy_(new)
-        elif isinstance(old, SplitItems):
-            old.items.copy_(new.items)
-            old.count.copy_(new.count)
 
 
 def _check_attention(kind: Kind, query_lens: list[int], prefix_lens: list[int], seed: int) -> str:
@@ -239,14 +253,14 @@ def _check_moves(kind: Kind, seed: int) -> str:
     return "equal bits"
 
 
-def _guarded(report: Report, name: str, check: Callable[[], str]) -> None:
+def _guarded(name: str, check: Callable[[], str]) -> Outcome:
     """Run one check; whatever it raises is a failed check, and the next one runs."""
     try:
-        report.check(name, True, check())
+        return name, True, check()
     except Exception as error:
-        report.check(name, False, f"{type(error).__name__}: {error}"[:500])
+        return name, False, f"{type(error).__name__}: {error}"[:500]
 
 
-def _report_error(report: Report, name: str, out: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
-    error = attention_error(out, wanted)
-    report.check(name, error <= OUT_TOLERANCE[dtype], f"off by {error:.1e}, allowed {OUT_TOLERANCE[dtype]:.0e}")
+def _report_all(report: Report, outcomes: Sequence[Outcome]) -> None:
+    for outcome in outcomes:
+        report.check(*outcome)

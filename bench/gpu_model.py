@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from bench.gpu_report import OURS, Report
 from bench.gpu_timing import Deadline
 from radixkv.testing import kernel_device
 
+# Of prompts and a number of new tokens.
+Run = Callable[[torch.Tensor, int], torch.Tensor]
 # Of Qwen2.5-1.5B.
 QWEN_15B = {
     "vocab_size": 151936,
@@ -42,15 +46,23 @@ def check_and_measure_model(report: Report, deadline: Deadline, *, seed: int, dr
     _check_tokens(report, random_model(small, torch.float32, seed), 3, 16 if dry else 300, 4 if dry else 32, seed)
     config, dtype = (DRY, torch.float32) if dry else (QWEN_15B, torch.bfloat16)
     model = random_model(config, dtype, seed)
-    for num_rows, shared_len, own_len, new_tokens in ((2, 32, 5, 3),) if dry else ((8, 2000, 50, 64), (64, 8192, 64, 32)):
+    for num_rows, shared_len, own_len, new_tokens in ((2, 32, 5, 3),) if dry else ((8, 2000, 50, 64), (32, 4096, 64, 32)):
         prompts = _prompts(num_rows, shared_len, own_len, config["vocab_size"], seed)
         case = f"{num_rows} rows of {shared_len} shared + {own_len} own, {new_tokens} new"
-        for what, run in _ways(model, prompts, new_tokens, dry).items():
+        ways: dict[str, Callable[[], AbstractContextManager[Run]]] = {"generate, unpatched": lambda: _unpatched(model)}
+        for name, extra in _patch_options().items():
+            ways[f"{OURS} {name}, cold"] = partial(_patched, model, prompts, extra, warm=False)
+            ways[f"{OURS} {name}, warm"] = partial(_patched, model, prompts, extra, warm=True)
+        if not dry:
+            # On a model of its own, because it leaves another attention behind.
+            ways["generate_batch, unpatched"] = lambda: _batched(random_model(config, dtype, seed))
+        for what, enter in ways.items():
             if deadline.left < 0:
                 report.missing(case, what, "the stage's time is over")
                 continue
             try:
-                _measure(report, case, what, run, num_rows * new_tokens, 1 if dry else 3)
+                with enter() as run:
+                    _measure(report, case, what, run, prompts, new_tokens, 1 if dry else 3)
             except Exception as error:
                 report.missing(case, what, f"{type(error).__name__}: {error}"[:300])
             if torch.cuda.is_available():
@@ -93,28 +105,41 @@ def _check_tokens(report: Report, model: Any, num_rows: int, shared_len: int, ne
             radixkv.unpatch_model(patched)
 
 
-def _ways(model: Any, prompts: torch.Tensor, new_tokens: int, dry: bool) -> dict[str, Callable[[], torch.Tensor | None]]:
-    """Each way to generate. A patched model is cold: its cache is emptied first, but rows still share what they have in common."""
+@contextmanager
+def _unpatched(model: Any) -> Iterator[Run]:
+    yield lambda prompts, new_tokens: _generate(model, prompts, new_tokens)
 
-    def patched(extra: dict[str, Any], *, warm: bool) -> Callable[[], torch.Tensor]:
-        def run() -> torch.Tensor:
-            blocks = 2 * (prompts.shape[1] // 64 + 2) + 4 * prompts.shape[0]
-            handle = radixkv.patch_model(model, backend="triton", num_blocks=blocks, **extra)
-            try:
-                if warm:
-                    _generate(handle, prompts[:1], 1)
-                return _generate(handle, prompts, new_tokens)
-            finally:
-                radixkv.unpatch_model(handle)
 
-        return run
+@contextmanager
+def _patched(model: Any, prompts: torch.Tensor, extra: dict[str, Any], *, warm: bool) -> Iterator[Run]:
+    """Generate with a prefix cache: emptied before each call (rows still share what they have in common), or filled before."""
+    num_blocks = 2 * (prompts.shape[1] // 64 + 2) + 4 * prompts.shape[0]
+    patched = radixkv.patch_model(model, backend="triton", num_blocks=num_blocks, **extra)
 
-    ways: dict[str, Callable[[], torch.Tensor | None]] = {"generate, unpatched": lambda: _generate(model, prompts, new_tokens)}
-    for name, extra in _patch_options().items():
-        ways[f"{OURS} {name}"] = patched(extra, warm=False)
-    if not dry:
-        ways["generate_batch, unpatched"] = lambda: _generate_batch(model, prompts, new_tokens)
-    return ways
+    def run(rows: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        if not warm:
+            patched.radixkv.clear()
+        return _generate(patched, rows, new_tokens)
+
+    try:
+        yield run
+    finally:
+        radixkv.unpatch_model(patched)
+
+
+@contextmanager
+def _batched(model: Any) -> Iterator[Run]:
+    """transformers' own continuous batching over a paged cache."""
+
+    def run(prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        done = model.generate_batch(prompts.tolist(), generation_config=config)
+        lengths = {len(output.generated_tokens) for output in done.values()}
+        if len(done) != prompts.shape[0] or lengths != {new_tokens}:
+            raise RuntimeError(f"transformers {transformers.__version__} answered {len(done)} prompts with {sorted(lengths)} tokens")
+        return torch.tensor([output.generated_tokens for output in done.values()])
+
+    yield run
 
 
 def _patch_options() -> dict[str, dict[str, Any]]:
@@ -123,19 +148,27 @@ def _patch_options() -> dict[str, dict[str, Any]]:
     return {"graph": {}, "no graph": {keywords[0]: False}} if keywords else {"no graph": {}}
 
 
-def _measure(report: Report, case: str, what: str, run: Callable[[], Any], num_tokens: int, num_runs: int) -> None:
-    seconds = []
-    for _ in range(num_runs + 1):
-        begin = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    # The first run compiles.
-    timed = sorted(seconds[1:])
-    middle = statistics.median(timed)
-    timing = {"us": middle * 1e6, "low_us": timed[0] * 1e6, "high_us": timed[-1] * 1e6, "num_runs": num_runs, "graph": True}
-    report.time(case, what, timing, tokens_per_second=num_tokens / middle, note=f"{num_tokens / middle:.0f} tokens/s, whole call")
+def _measure(report: Report, case: str, what: str, run: Run, prompts: torch.Tensor, new_tokens: int, num_runs: int) -> None:
+    """Time whole calls, and calls for one token, the difference of which is decode."""
+
+    def seconds(count: int) -> list[float]:
+        taken = []
+        for _ in range(num_runs + 1):
+            begin = time.perf_counter()
+            run(prompts, count)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - begin)
+        # The first run compiles.
+        return sorted(taken[1:])
+
+    whole, first = seconds(new_tokens), statistics.median(seconds(1))
+    middle, num_rows = statistics.median(whole), prompts.shape[0]
+    decode_rate = num_rows * (new_tokens - 1) / max(middle - first, 1e-9)
+    timing = {"us": middle * 1e6, "low_us": whole[0] * 1e6, "high_us": whole[-1] * 1e6, "num_runs": num_runs, "graph": True}
+    rates = {"tokens_per_second": num_rows * new_tokens / middle, "decode_tokens_per_second": decode_rate}
+    note = f"{rates['tokens_per_second']:.0f} tokens/s, decode alone {decode_rate:.0f}, first token {first * 1e3:.0f} ms"
+    report.time(case, what, timing, **rates, first_token_us=first * 1e6, note=note)
 
 
 def _generate(model: Any, prompts: torch.Tensor, new_tokens: int) -> torch.Tensor:
@@ -143,15 +176,6 @@ def _generate(model: Any, prompts: torch.Tensor, new_tokens: int) -> torch.Tenso
     return model.generate(
         prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
     )[:, prompts.shape[1] :]
-
-
-def _generate_batch(model: Any, prompts: torch.Tensor, new_tokens: int) -> None:
-    """transformers' own continuous batching over a paged cache."""
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    done = model.generate_batch(prompts.tolist(), generation_config=config)
-    lengths = {len(output.generated_tokens) for output in done.values()}
-    if len(done) != prompts.shape[0] or lengths != {new_tokens}:
-        raise RuntimeError(f"transformers {transformers.__version__} answered {len(done)} prompts with {sorted(lengths)} tokens")
 
 
 def _prompts(num_rows: int, shared_len: int, own_len: int, vocab_size: int, seed: int) -> torch.Tensor:

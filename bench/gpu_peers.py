@@ -94,7 +94,9 @@ def _flex(case: Case) -> Run:
     tiles = torch.arange(0, query_len, _FLEX_PAGE, device=device)
     num_full = ((tiles + seq_len - query_len + 1) // _FLEX_PAGE).int()
     num_any = -(-(torch.clamp(tiles + _FLEX_PAGE, max=query_len) + seq_len - query_len) // _FLEX_PAGE).int()
-    table = pages.expand(-1, -1, len(tiles), -1).contiguous()
+    # As many columns as there are pages, which BlockMask asks for; those past a tile's count are not looked at.
+    table = torch.zeros((num_seqs, 1, len(tiles), num_seqs * num_pages), dtype=torch.int32, device=device)
+    table[..., :num_pages] = pages
     partial_pages = torch.stack([table[:, :, i].roll(-int(num_full[i]), -1) for i in range(len(tiles))], dim=2)
     mask = BlockMask.from_kv_blocks(
         (num_any - num_full).expand(num_seqs, 1, -1).contiguous(),

@@ -6,7 +6,7 @@ Imports neither torch nor radixkv, so that a report can be put together where th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +47,20 @@ class Report:
         """Something that was not measured, and why: not installed, not applicable, wrong, out of time."""
         self._write({"kind": "missing", "case": case, "what": what, "reason": reason})
 
+    def broken(self, detail: str) -> None:
+        """The stage ended by an error, which makes the run fail."""
+        self._write({"kind": "broken", "case": "", "detail": detail})
+
     def _write(self, row: Row) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"stage": self._stage, **row}) + "\n")
+            # A line of its own even behind one that was cut off.
+            file.write("\n" + json.dumps({"stage": self._stage, **row}) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Rows that were written to a file of JSON lines; none where there is no file. A last line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """Rows that were written to a file of JSON lines; none where there is no file. A line that was cut off is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def complete(rows: Sequence[Row]) -> list[Row]:
@@ -100,6 +103,7 @@ def table(rows: Sequence[Row]) -> str:
     failed = [f"FAILED {row['stage']}: {row['case']}: {row['detail']}" for row in rows if row["kind"] == "check" and not row["ok"]]
     num_checks = sum(row["kind"] == "check" for row in rows)
     lines = [f"{num_checks - len(failed)} of {num_checks} checks passed", *failed]
+    lines += [f"BROKEN {row['stage']}: {row['detail']}" for row in rows if row["kind"] == "broken"]
     lines += [f"{row['case']}: {row['value']:.1f}" for row in rows if row["kind"] == "rate"]
     header = ("stage", "case", "what", "us", "20 %", "80 %", "GB/s", "% copy", "TFLOP/s", "% matrix", "x best peer", "")
     cells = [header, *(_cells(row) for row in rows if row["kind"] == "time")]
@@ -112,10 +116,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def all_ok(rows: Iterable[Row]) -> bool:
-    """Whether no correctness check failed, and there was one at all."""
-    checks = [row["ok"] for row in rows if row["kind"] == "check"]
-    return bool(checks) and all(checks)
+def all_ok(rows: Sequence[Row]) -> bool:
+    """Whether no correctness check failed, no stage broke, and there was a check at all."""
+    outcomes = [row["kind"] == "check" and row["ok"] for row in rows if row["kind"] in ("check", "broken")]
+    return bool(outcomes) and all(outcomes)
 
 
 def _best_peer(row: Row, rows: Sequence[Row]) -> tuple[str | None, float | None]:

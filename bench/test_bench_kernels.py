@@ -1,4 +1,4 @@
-"""One microbenchmark per kernel: the torch backend on a CPU, Triton on a GPU. Each result is checked before it is timed.
+"""Microbenchmarks: on a CPU the torch backend and the builder of work lists, on a GPU the kernels. Each result is checked first.
 
 The shapes are those of Qwen2.5-0.5B (14 query heads, 2 K/V heads, head_dim 64) over blocks of 64 tokens.
 """
@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from radixkv.kernels import decode, prefill, reference, store, torch_ops
-from radixkv.kernels.configs import decode_config, prefill_config
+from radixkv.kernels.configs import layout_for
+from radixkv.kernels.items import ItemLists, decode_items
+from radixkv.kernels.merge import merge_partials
 from radixkv.kernels.work import Backend, Phase, Work, build_work
 from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
 
@@ -29,6 +32,7 @@ class Kernels:
     """The functions under measurement, those that a user of this machine runs."""
 
     store_kv: Callable[..., None]
+    rope_store_kv: Callable[..., torch.Tensor]
     copy_blocks: Callable[..., None]
     prefill_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     decode_attention: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -36,16 +40,25 @@ class Kernels:
 
 
 KERNELS = (
-    Kernels(store.store_kv, store.copy_blocks, prefill.prefill_attention, decode.decode_attention, decode.merge_partials)
+    Kernels(
+        store.store_kv,
+        store.rope_store_kv,
+        store.copy_blocks,
+        prefill.prefill_attention,
+        decode.decode_attention,
+        merge_partials,
+    )
     if ON_GPU
     else Kernels(
         torch_ops.store_kv,
+        torch_ops.rope_store_kv,
         torch_ops.copy_blocks,
         torch_ops.prefill_attention,
         torch_ops.decode_attention,
         torch_ops.merge_partials,
     )
 )
+LAYOUT = layout_for(64, 7, DTYPE, 64, 2)
 
 
 def measure(benchmark: Any, function: Callable[[], Any]) -> None:
@@ -63,8 +76,7 @@ def step_work(batch: PagedBatch, query_lens: list[int], phase: Phase) -> Work:
     """Build a step's work list, which layers share and so is no part of a kernel's time."""
     seq_lens = batch.seq_lens.tolist()
     rows = [row[: -(-seq_len // 64)] for row, seq_len in zip(batch.block_table.tolist(), seq_lens, strict=True)]
-    tile_q, chunk = prefill_config(64, 7, DTYPE, 64).tile_q, decode_config(64, 7, DTYPE, 64).chunk
-    return build_work(rows, query_lens, seq_lens, phase=phase, backend=BACKEND, tile_q=tile_q, chunk=chunk, device=DEVICE)
+    return build_work(rows, query_lens, seq_lens, phases=phase, backend=BACKEND, layout=LAYOUT, device=DEVICE)
 
 
 def random_pools(num_blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +131,20 @@ def test_bench_store_kv(benchmark: Any, num_rows: int) -> None:
     measure(benchmark, lambda: KERNELS.store_kv(*got, rows, -rows, slots))
 
 
+@pytest.mark.parametrize("num_rows", [1, 512])
+def test_bench_rope_store_kv(benchmark: Any, num_rows: int) -> None:
+    got, wanted = random_pools(16), random_pools(16)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn((18, num_rows, 64), generator=generator).to(DTYPE).to(DEVICE).transpose(0, 1)
+    query, key, value = rows.split([14, 2, 2], dim=1)
+    cos, sin = torch.randn((2, num_rows, 64), generator=generator).to(DTYPE).to(DEVICE)
+    slots = torch.randperm(16 * 64, generator=generator)[:num_rows].to(DEVICE)
+    rotated = KERNELS.rope_store_kv(query, key, value, cos, sin, *got, slots)
+    assert torch.equal(rotated, reference.rope_store_kv(query, key, value, cos, sin, *wanted, slots))
+    assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+    measure(benchmark, lambda: KERNELS.rope_store_kv(query, key, value, cos, sin, *got, slots))
+
+
 def test_bench_copy_blocks(benchmark: Any) -> None:
     """One partly filled block of a model of 24 layers, as a hit that ends inside a block costs it."""
     got, wanted = [random_pools(4) for _ in range(24)], [random_pools(4) for _ in range(24)]
@@ -138,3 +164,34 @@ def test_bench_merge_partials(benchmark: Any) -> None:
     got = KERNELS.merge_partials(out, lse)
     assert_attention_close(got[0][None], got[1][None], wanted[0][None], wanted[1][None], torch.float32)
     measure(benchmark, lambda: KERNELS.merge_partials(out, lse))
+
+
+@pytest.mark.parametrize("shared_blocks", [pytest.param(0, id="private"), pytest.param(100, id="shared")])
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+def test_bench_decode_work(benchmark: Any, shared_blocks: int, exact: bool) -> None:
+    """The items of 64 sequences of 8k tokens over blocks of 64, as the Triton kernels get them; their copy to a device is not included."""
+    table = np.random.default_rng(0).permutation(64 * 128).astype(np.int32).reshape(64, 128)
+    table[:, :shared_blocks] = table[0, :shared_blocks]
+    lens = np.arange(8192 - 63, 8192 + 1)
+
+    def run() -> ItemLists:
+        return decode_items(table, lens, LAYOUT, exact=exact)
+
+    assert_items_cover(run(), table, lens)
+    benchmark.pedantic(run, rounds=20, iterations=5, warmup_rounds=3)
+
+
+def assert_items_cover(lists: ItemLists, table: np.ndarray, lens: np.ndarray) -> None:
+    """Assert that each query head of a group sees each key of its sequence once, through a row of the table that agrees with its own."""
+    seen = [np.zeros((LAYOUT.group, length), dtype=np.int64) for length in lens]
+    rows = [
+        *((item, entry, slice(None)) for item in lists.narrow.tolist() for entry in range(item[0], item[0] + item[1])),
+        # Wide items count rows: row r is query head r % group of entry r // group.
+        *((item, row // LAYOUT.group, row % LAYOUT.group) for item in lists.wide.tolist() for row in range(item[0], item[0] + item[1])),
+    ]
+    for (_, _, seq, begin, end), entry, heads in rows:
+        token = lists.entry_tokens[entry]
+        end = min(end, lens[token])
+        seen[token][heads, begin:end] += 1
+        assert np.array_equal(table[seq, begin // 64 : -(-end // 64)], table[token, begin // 64 : -(-end // 64)])
+    assert all((counts == 1).all() for counts in seen)

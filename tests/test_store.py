@@ -55,9 +55,7 @@ class RopeCase:
         return self.query, self.key, self.value, self.cos, self.sin
 
 
-def rope_case(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, num_tokens: int = 5, dtype: torch.dtype = torch.float32
-) -> RopeCase:
+def rope_case(num_heads: int, num_kv_heads: int, head_dim: int, *, num_tokens: int = 5, dtype: torch.dtype = torch.float32) -> RopeCase:
     """Rows as Qwen2's attention has them, transposed to `[1, heads, tokens, head_dim]`, at positions far apart."""
     generator = torch.Generator().manual_seed(3)
     config = Qwen2Config(hidden_size=num_heads * head_dim, num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
