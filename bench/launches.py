@@ -33,6 +33,8 @@ HEAD_SHAPES = {
     "d96": (5, 5, 96),
     "d256": (16, 2, 256),
 }
+# New tokens and tokens of one sequence: a step of generation, a long prompt, a few tokens after a long cached prefix.
+CALLS: tuple[tuple[Phase, int, int], ...] = (("decode", 1, 8192), ("prefill", 16384, 16384), ("prefill", 20, 8192))
 _POINTERS = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
@@ -109,8 +111,17 @@ def record(function: Callable[[], Any]) -> list[Launch]:
     return launches
 
 
+def kernel_launches(heads: tuple[int, int, int], dtype: torch.dtype, block_size: int, **options: Any) -> list[Launch]:
+    """Return a launch of each attention kernel, of the merge as well; arguments as in attention_launches."""
+    launches: dict[str, Launch] = {}
+    for phase, query_len, seq_len in CALLS:
+        for launch in attention_launches(phase, heads, dtype, block_size, query_lens=[query_len], seq_lens=[seq_len], **options):
+            launches.setdefault(launch.variant(), launch)
+    return list(launches.values())
+
+
 def attention_launches(
-    phase: Phase,
+    phases: Phase | Sequence[Phase],
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     block_size: int,
@@ -121,10 +132,10 @@ def attention_launches(
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> list[Launch]:
-    """Return the launches of one call of prefill_attention or decode_attention.
+    """Return the launches of one call: of decode_attention where all sequences are in that phase, else of prefill_attention.
 
     Args:
-        phase: which of them.
+        phases: of all sequences, or of each.
         heads: query heads, K/V heads, head_dim.
         dtype: of query and pools.
         block_size: tokens per block.
@@ -139,7 +150,7 @@ def attention_launches(
     block_tables = [list(range(begin, end)) for begin, end in zip(borders[:-1], borders[1:], strict=True)]
     layout = layout_for(head_dim, num_heads // num_kv_heads, dtype, block_size, num_kv_heads, arch)
     work = build_work(
-        block_tables, query_lens, seq_lens, phases=phase, backend="triton", layout=layout, window=sliding_window, device="meta"
+        block_tables, query_lens, seq_lens, phases=phases, backend="triton", layout=layout, window=sliding_window, device="meta"
     )
 
     def empty(*sizes: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -151,7 +162,7 @@ def attention_launches(
     table, lens = empty(num_seqs, max(map(len, block_tables)) + 3), empty(num_seqs)
     options: dict[str, Any] = {"scale": 0.1, "plan": work, "sliding_window": sliding_window, "softcap": softcap}
     with _as_on(arch):
-        if phase == "decode":
+        if set([phases] if isinstance(phases, str) else phases) == {"decode"}:
             return record(lambda: decode.decode_attention(query, k_pool, v_pool, table, lens, **options))
         return record(lambda: prefill.prefill_attention(query, k_pool, v_pool, table, empty(num_seqs + 1), lens, **options))
 

@@ -255,12 +255,13 @@ def parse(listing: str, usage: str, num_warps: int, shared_bytes: int) -> Progra
 
 def read(cubin: bytes, num_warps: int, shared_bytes: int) -> Program:
     """Take a compiled kernel apart; num_warps and shared_bytes are those of one program, as launched."""
-    tools = Path(triton.backends.nvidia.__file__).parent / "bin"
+    return parse(run_tool("nvdisasm", "-c", cubin), run_tool("cuobjdump", "--dump-resource-usage", cubin), num_warps, shared_bytes)
+
+
+def run_tool(tool: str, option: str, cubin: bytes) -> str:
+    """Return what one of the tools in Triton's wheel prints about a compiled kernel."""
+    path = Path(triton.backends.nvidia.__file__).parent / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing, usage = (
-            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "--dump-resource-usage"))
-        )
-    return parse(listing, usage, num_warps, shared_bytes)
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout

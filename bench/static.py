@@ -26,7 +26,6 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from typing import Any
@@ -35,14 +34,11 @@ import torch
 import triton
 
 from bench import sass
-from bench.launches import HEAD_SHAPES, Launch, attention_launches
-from radixkv.kernels.work import Phase
+from bench.launches import HEAD_SHAPES, Launch, kernel_launches
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 BLOCK_SIZES = (16, 64)
 WINDOW = 4096
-# New tokens and tokens of one sequence: a step of generation, a prompt, a few tokens after a long cached prefix.
-CALLS: tuple[tuple[Phase, int, int], ...] = (("decode", 1, 8192), ("prefill", 2048, 2048), ("prefill", 20, 8192))
 FIGURES = (
     "registers",
     "spills",
@@ -109,26 +105,8 @@ def measure_case(case: tuple[str, int, int | None]) -> list[Row]:
             "triton": triton.__version__,
             **measure(launch, HEAD_SHAPES[model][2]),
         }
-        for launch in case_launches(model, block_size, window)
+        for launch in kernel_launches(HEAD_SHAPES[model], torch.bfloat16, block_size, sliding_window=window)
     ]
-
-
-def case_launches(model: str, block_size: int, window: int | None) -> Iterator[Launch]:
-    """Yield each kernel that the calls launch, once; what runs on wide items in a prefill call is the extend kernel."""
-    seen = set()
-    for phase, query_len, seq_len in CALLS:
-        for launch in attention_launches(
-            phase,
-            HEAD_SHAPES[model],
-            torch.bfloat16,
-            block_size,
-            query_lens=[query_len],
-            seq_lens=[seq_len],
-            sliding_window=window,
-        ):
-            if launch.variant() not in seen:
-                seen.add(launch.variant())
-                yield launch
 
 
 def measure_all() -> list[Row]:
