@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,21 @@ from transformers.cache_utils import Cache
 from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache
 from radixkv.integration.families import ModelShape, model_shape
+from radixkv.integration.graphs import CudaCapture, DecodeGraphs
 from radixkv.integration.hf_cache import GenerationCache
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What the user asked of `radixkv.patch_model`; see there."""
+
+    num_blocks: int | None
+    block_size: int
+    backend: str
+    namespace: tuple
+    exact: bool
+    cuda_graphs: bool
 
 
 class ModelCache(PrefixCache):
@@ -21,18 +35,27 @@ class ModelCache(PrefixCache):
 
     Args:
         shape: the model's attention, device and type.
-        num_blocks, block_size, backend, namespace: as `radixkv.patch_model` takes them.
+        options: of `radixkv.patch_model`.
+
+    Attributes:
+        graphs: the captured decode steps; None where steps are not captured.
     """
 
-    def __init__(self, shape: ModelShape, *, num_blocks: int | None, block_size: int, backend: str, namespace: tuple):
-        name = resolve_backend(backend, shape.device)
-        require_block_size("patch_model", block_size)
+    def __init__(self, shape: ModelShape, options: CacheOptions):
+        name = resolve_backend(options.backend, shape.device)
+        if options.exact and name != "triton":
+            raise ValueError(f"exact=True needs the Triton kernels, and the backend is {name!r}: leave it out, or use backend='triton'")
+        require_block_size("patch_model", options.block_size)
+        self.shape, self.options = shape, replace(options, backend=name)
+        num_blocks = options.num_blocks
         if num_blocks is None:
-            bytes_per_block = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * block_size
-            num_blocks = default_num_blocks(shape.device, bytes_per_block, block_size)
-        pool = _make_pool(shape, num_blocks, block_size)
-        super().__init__(pool, Backend(name, num_heads=shape.num_heads, pool=pool), namespace)
-        self.shape = shape
+            bytes_per_block = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype.itemsize * options.block_size
+            num_blocks = default_num_blocks(shape.device, bytes_per_block, options.block_size)
+        self.num_blocks = num_blocks
+        pool = self._make_pool(shape)
+        super().__init__(pool, self._make_backend(shape, pool), options.namespace)
+        captures = options.cuda_graphs and name == "triton" and shape.device.type == "cuda" and not torch.version.hip
+        self.graphs = DecodeGraphs(CudaCapture()) if captures else None
         self._weights: int | None = None
 
     def follow(self, model: PreTrainedModel) -> None:
@@ -40,13 +63,19 @@ class ModelCache(PrefixCache):
         with self.lock:
             if (model.dtype, model.device) != (self.shape.dtype, self.shape.device):
                 shape = model_shape(model)
-                pool = _make_pool(shape, self.pool.num_blocks, self.pool.block_size)
-                self.replace_pool(pool, Backend(resolve_backend(self.backend.name, shape.device), num_heads=shape.num_heads, pool=pool))
+                resolve_backend(self.backend.name, shape.device)  # raises if it cannot run there
+                pool = self._make_pool(shape)
+                self.replace_pool(pool, self._make_backend(shape, pool))
                 self.shape = shape
+                self._forget_graphs()
             weights = _weights_stamp(model)
             if self._weights not in (None, weights):
                 self.invalidate()
             self._weights = weights
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._forget_graphs()
 
     def insert(self, output: Any, cache: Cache | None = None) -> None:
         """Store K/V for later prompts: of an output of `generate()`, or of a cache that transformers filled.
@@ -97,25 +126,25 @@ class ModelCache(PrefixCache):
 
     def __deepcopy__(self, memo: dict) -> ModelCache:
         # A copy of a model may go its own way, so its cache starts empty.
-        return type(self)(
-            self.shape,
-            num_blocks=self.pool.num_blocks,
-            block_size=self.pool.block_size,
-            backend=self.backend.name,
-            namespace=self.namespace,
+        return type(self)(self.shape, replace(self.options, num_blocks=self.num_blocks))
+
+    def _forget_graphs(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear()
+
+    def _make_pool(self, shape: ModelShape) -> BlockPool:
+        return BlockPool(
+            self.num_blocks,
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=self.options.block_size,
+            dtype=shape.dtype,
+            device=shape.device,
         )
 
-
-def _make_pool(shape: ModelShape, num_blocks: int, block_size: int) -> BlockPool:
-    return BlockPool(
-        num_blocks,
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_size=block_size,
-        dtype=shape.dtype,
-        device=shape.device,
-    )
+    def _make_backend(self, shape: ModelShape, pool: BlockPool) -> Backend:
+        return Backend(self.options.backend, num_heads=shape.num_heads, pool=pool, exact=self.options.exact)
 
 
 def _weights_stamp(model: torch.nn.Module) -> int:

@@ -13,6 +13,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from radixkv.cache import PrefixCache
+from radixkv.integration.graphs import DecodeGraphs
 from radixkv.sequence import Batch
 from radixkv.step import Step
 
@@ -102,7 +103,7 @@ class GenerationCache(_RadixCache):
     Attributes:
         batch: the rows, None before the first forward. num_columns: padded columns that generate() has sent.
         skips_finished: whether rows that have finished may be left out. finished: the rows that generate()'s stopping criteria have ended,
-            bool [rows]; None when all are still computed.
+            bool [rows]; None when all are still computed. graphs: what decode steps are captured in; None: they run as they are.
     """
 
     def __init__(self, prefix_cache: PrefixCache, num_layers: int, *, skips_finished: bool):
@@ -112,6 +113,7 @@ class GenerationCache(_RadixCache):
         self.batch: Batch | None = None
         self.num_columns = 0
         self.finished: torch.Tensor | None = None
+        self.graphs: DecodeGraphs | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_columns

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
+from radixkv.integration.graphs import DecodeGraphs, can_capture
 from radixkv.integration.hf_cache import GenerationCache, StepCache
 from radixkv.plan import Plan
 from radixkv.sequence import Batch
@@ -48,12 +50,13 @@ def packed_forward(
         return _run(model, call, step, argument, token_ids, kept, inputs)
 
     if cache.batch is None:
+        cache.graphs = _usable_graphs(model, cache, inputs)
         output = _prompt(cache, input_ids, mask, keep, lease, run)
         output.logits = output.logits.reshape(num_rows, keep, -1)
     elif num_columns != 1:
         raise NotImplementedError("radixkv: generate() sent several new tokens at once, which is not supported yet (assisted decoding)")
     else:
-        output = _decode(cache, cache.batch, input_ids, run)
+        output = _decode(cache, cache.batch, input_ids, run, str(sorted(inputs.items())))
     cache.num_columns += num_columns
     output[argument] = cache
     return output
@@ -86,15 +89,25 @@ def _prompt(
         return run(step, plan.token_ids[None], torch.from_numpy(rows.reshape(-1)).to(input_ids.device))
 
 
-def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable) -> Any:
-    num_rows = input_ids.shape[0]
+def _usable_graphs(model: torch.nn.Module, cache: GenerationCache, inputs: dict[str, Any]) -> DecodeGraphs | None:
+    graphs = getattr(cache.prefix_cache, "graphs", None)
+    return graphs if graphs is not None and can_capture(model, inputs) else None
+
+
+def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable, flags: str) -> Any:
+    graphs, num_rows = cache.graphs, input_ids.shape[0]
     rows, tokens = list(range(num_rows)), input_ids
     if cache.finished is not None and bool(cache.finished.any()):
         rows = (~cache.finished).nonzero()[:, 0].tolist()
         tokens = input_ids[rows]
-    with cache.prefix_cache.decode_step(batch, rows, tokens[:, 0].tolist()) as step:
-        output = run(step, tokens.view(1, -1), 0)  # 0: the logits of all rows
-    logits = output.logits[0]
+    capacity = None if graphs is None else graphs.rows_for(len(rows))
+    with cache.prefix_cache.decode_step(batch, rows, tokens[:, 0].tolist(), capacity) as step:
+        if graphs is None:
+            output = run(step, tokens.view(1, -1), 0)  # 0: the logits of all rows
+            logits = output.logits[0]
+        else:
+            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, ids, 0).logits[0], flags)[: len(rows)]
+            output = CausalLMOutputWithPast()
     if len(rows) < num_rows:
         computed, logits = logits, logits.new_zeros(num_rows, logits.shape[-1])
         logits[rows] = computed
@@ -111,8 +124,8 @@ def _run(
     kept: torch.Tensor | int,
     inputs: dict[str, Any],
 ) -> Any:
-    step_cache = StepCache(step, step.pool.num_layers)
     step.begin()
+    step_cache = StepCache(step, step.pool.num_layers)
     with packed_attention(model.config):
         output = call(
             input_ids=token_ids,

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
-from radixkv.integration.handle import ModelCache
+from radixkv.integration.handle import CacheOptions, ModelCache
 from radixkv.integration.hf_cache import GenerationCache, cache_argument
 from radixkv.integration.packing import packed_forward
 from radixkv.tree import Lease
@@ -41,13 +41,13 @@ class _Call:
 _current_call: ContextVar[_Call | None] = ContextVar("radixkv_call", default=None)
 
 
-def patch_model(model: Any, *, num_blocks: int | None, block_size: int, backend: str, namespace: tuple) -> Any:
+def patch_model(model: Any, options: CacheOptions) -> Any:
     """See `radixkv.patch_model`."""
     base: type = type(model)
     if hasattr(base, BASE_CLASS):
         raise ValueError("patch_model: this model is already patched; its handle is model.radixkv")
-    require_namespace("patch_model", namespace)
-    handle = ModelCache(model_shape(model), num_blocks=num_blocks, block_size=block_size, backend=backend, namespace=namespace)
+    require_namespace("patch_model", options.namespace)
+    handle = ModelCache(model_shape(model), options)
     handle.follow(model)
     model.__class__ = _patched_class(base)
     model.radixkv = handle

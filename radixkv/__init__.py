@@ -20,7 +20,14 @@ __all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "PrefixCache", "Ra
 
 
 def patch_model(
-    model: Any, *, num_blocks: int | None = None, block_size: int = 64, backend: str = "auto", namespace: tuple = ()
+    model: Any,
+    *,
+    num_blocks: int | None = None,
+    block_size: int = 64,
+    backend: str = "auto",
+    namespace: tuple = (),
+    exact: bool = False,
+    cuda_graphs: bool = True,
 ) -> Any:
     """Give one model instance a prefix cache; `model.generate()` then computes only tokens it has never seen.
 
@@ -34,6 +41,10 @@ def patch_model(
         block_size: tokens in a block, a power of two of at least 16.
         backend: "triton", "torch", or "auto" (Triton on a CUDA or ROCm device, torch elsewhere; `model.radixkv.backend.name` says which).
         namespace: a tuple that separates this model's prefixes from others' (a tenant, a salt); nothing crosses it.
+        exact: Triton only: cut every row's keys at fixed positions, so that its attention is the same to the bit alone and in any batch,
+            cached or computed. Otherwise the cuts follow the batch, which is faster and equal to rounding.
+        cuda_graphs: capture decode steps and replay them, where the backend is Triton on a CUDA device. Steps with hooks on the model's
+            modules are never captured.
 
     Returns:
         The same `model`.
@@ -44,9 +55,11 @@ def patch_model(
         ImportError: transformers is not installed.
     """
     _require_transformers("patch_model")
+    from radixkv.integration.handle import CacheOptions
     from radixkv.integration.patch import patch_model as patch
 
-    return patch(model, num_blocks=num_blocks, block_size=block_size, backend=backend, namespace=namespace)
+    options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs)
+    return patch(model, options)
 
 
 def unpatch_model(model: Any) -> Any:

@@ -93,8 +93,11 @@ class Backend:
         self.launches["advance_rows"] += 1
         self._advance.advance_rows(positions, seq_lens, slots, block_table, block_size)
 
-    def attend(self, plan: Plan | DecodePlan, k_pool, v_pool, query, *, scale, sliding_window, softcap) -> torch.Tensor:
-        options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "plan": plan.work(sliding_window)}
+    def attend(
+        self, plan: Plan | DecodePlan, k_pool, v_pool, query, out=None, lse=None, *, scale, sliding_window, softcap
+    ) -> torch.Tensor:
+        work = plan.work(sliding_window)
+        options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "plan": work, "out": out, "lse": lse}
         if isinstance(plan, DecodePlan) or plan.phase == "decode":
             self.launches["decode_attention"] += 1
             return self._decode.decode_attention(query, k_pool, v_pool, plan.block_table, plan.seq_lens, **options)[0]

@@ -216,7 +216,8 @@ class PrefixCache:
 
         Args:
             batch: admitted, its prompt step done. rows: which of its rows. token_ids: one per row.
-            num_rows: Triton only: rows of the step's tensors, those past the real ones empty, at addresses that stay for this number.
+            num_rows: Triton only: rows of the step's tensors, those past the real ones empty, at addresses that stay for this number;
+                for steps that are captured.
 
         Raises:
             OutOfBlocks: a row needs a block and none can be had; what the rows stored before stays.
@@ -308,7 +309,7 @@ class PrefixCache:
             if self.backend.name == "triton":
                 plan = self._decode_plan(sequences, num_rows)
                 plan.follow(sequences)
-                step = Step(self.pool, self.backend, plan)
+                step = Step(self.pool, self.backend, plan, reuses_outputs=num_rows is not None)
             elif len(sequences) == 1 and self.pool.device.type == "cpu":
                 step = HeldStep(self.pool, self.backend, sequences[0], batch.carried, partial(self._assemble_decode, sequences, batch))
             else:

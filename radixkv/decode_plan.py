@@ -42,6 +42,7 @@ class DecodePlan:
     phase: Phase = "decode"
     source_rows = None
 
+    @torch.inference_mode(False)  # written again by calls that may or may not be in that mode
     def __init__(
         self,
         num_rows: int,
@@ -67,7 +68,9 @@ class DecodePlan:
         self._sequences: list[Sequence] = []
         self._ready = False
         self._stale = False
+        self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    @torch.inference_mode(False)
     def follow(self, sequences: Seq[Sequence]) -> None:
         """Make ready for the next step of these rows, each of which has just got its token and the block for it.
 
@@ -92,11 +95,20 @@ class DecodePlan:
         """The step is done; the next one may go on from it."""
         self._ready = True
 
+    @torch.inference_mode(False)
     def work(self, window: int | None) -> Work:
         """The work list of the layers with this window."""
         if window not in self.works:
             self.works[window] = self._build(window)
         return self.works[window]
+
+    @torch.inference_mode(False)
+    def outputs(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Buffers for out, like query [num_rows, num_heads, head_dim], and lse; each layer overwrites what the one before wrote."""
+        if self._outputs is None or self._outputs[0].shape != query.shape:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            self._outputs = out, torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        return self._outputs
 
     def _load(self, sequences: Seq[Sequence]) -> None:
         self._sequences = list(sequences)

@@ -22,6 +22,7 @@ class Step:
 
     Args:
         pool: where K/V lives. backend: what runs. plan: what the step computes.
+        reuses_outputs: of a decode plan: every layer's output is the same tensor, so that a captured step allocates nothing here.
 
     Attributes:
         positions: int64 [T], valid after `begin`.
@@ -29,8 +30,9 @@ class Step:
 
     plan: Plan | DecodePlan
 
-    def __init__(self, pool: BlockPool, backend: Backend, plan: Plan | DecodePlan):
+    def __init__(self, pool: BlockPool, backend: Backend, plan: Plan | DecodePlan, *, reuses_outputs: bool = False):
         self.pool, self.backend, self.plan = pool, backend, plan
+        self._reuses_outputs = reuses_outputs
         self.positions = plan.positions
 
     def begin(self) -> None:
@@ -48,14 +50,11 @@ class Step:
         self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """Attention output `[1, T, num_heads, head_dim]` of the step's queries over all stored tokens of their sequences."""
+        plan, query = self.plan, query.squeeze(0).transpose(0, 1)
+        outputs = plan.outputs(query) if self._reuses_outputs and isinstance(plan, DecodePlan) else (None, None)
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
         out = self.backend.attend(
-            self.plan,
-            self.pool.keys[layer],
-            self.pool.values[layer],
-            query.squeeze(0).transpose(0, 1),
-            scale=scale,
-            sliding_window=sliding_window,
-            softcap=softcap,
+            plan, keys, values, query, *outputs, scale=scale, sliding_window=sliding_window, softcap=softcap
         )
         return out.unsqueeze(0)
 
@@ -72,6 +71,7 @@ class HeldStep(Step):
 
     def __init__(self, pool: BlockPool, backend: Backend, sequence: Sequence, held: dict[int, Held], build_plan: Callable[[], Plan]):
         self.pool, self.backend = pool, backend
+        self._reuses_outputs = False
         self._position = sequence.num_tokens - 1
         self._blocks = sequence.blocks
         self._held, self._build_plan = held, build_plan
