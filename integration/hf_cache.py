@@ -136,7 +136,6 @@ class StepCache(_RadixCache):
     def __init__(self, step: Step, num_layers: int):
         super().__init__(num_layers)
         self.step = step
-        self.num_updates = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -145,5 +144,4 @@ class StepCache(_RadixCache):
         self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.step.store(layer_idx, key, value)
-        self.num_updates += 1
         return key, value

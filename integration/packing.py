@@ -125,7 +125,6 @@ def _run(
     inputs: dict[str, Any],
 ) -> Any:
     step.begin()
-    step_cache = StepCache(step, step.pool.num_layers)
     with packed_attention(model.config):
         output = call(
             input_ids=token_ids,
@@ -133,9 +132,9 @@ def _run(
             # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
             attention_mask=torch.empty(1, 1, 1, 1, device=token_ids.device),
             logits_to_keep=kept,
-            **{argument: step_cache, STEP_ARGUMENT: step},
+            **{argument: StepCache(step, step.pool.num_layers), STEP_ARGUMENT: step},
             **inputs,
         )
-    if step_cache.num_updates != step.pool.num_layers:
-        raise RuntimeError(f"radixkv: {step_cache.num_updates} of {step.pool.num_layers} layers stored their K/V: the model was changed")
+    if step.num_stored_layers != step.pool.num_layers:
+        raise RuntimeError(f"radixkv: {step.num_stored_layers} of {step.pool.num_layers} layers stored their K/V: the model was changed")
     return output

@@ -16,14 +16,14 @@ from transformers.utils import ModelOutput
 
 from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
+from radixkv.integration.fused import fuse_attention, unfuse_attention
 from radixkv.integration.handle import CacheOptions, ModelCache
 from radixkv.integration.hf_cache import GenerationCache, cache_argument
 from radixkv.integration.packing import packed_forward
+from radixkv.integration.subclass import BASE_CLASS, make_subclass
 from radixkv.tree import Lease
 
 logger = logging.getLogger("radixkv")
-
-BASE_CLASS = "_radixkv_base"  # on a patched class: the class it came from
 
 
 @dataclass
@@ -51,6 +51,8 @@ def patch_model(model: Any, options: CacheOptions) -> Any:
     handle.follow(model)
     model.__class__ = _patched_class(base)
     model.radixkv = handle
+    if handle.backend.name == "triton":
+        fuse_attention(model)
     pool = handle.pool
     logger.info("patched %s: backend %s, %d blocks of %d tokens", base.__name__, handle.backend.name, pool.num_blocks, pool.block_size)
     return model
@@ -61,6 +63,7 @@ def unpatch_model(model: Any) -> Any:
     base = getattr(type(model), BASE_CLASS, None)
     if base is None:
         raise ValueError("unpatch_model: this model is not patched")
+    unfuse_attention(model)
     model.__class__ = base
     del model.radixkv
     return model
@@ -114,32 +117,19 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if copied.radixkv.backend.name == "triton":
+            fuse_attention(copied)
         return copied
 
-    def reduce(self, protocol):
-        # A pickle names classes, and this one has the name of its base: what is pickled is the unpatched model.
-        state = {name: value for name, value in self.__dict__.items() if name != "radixkv"}
-        return _blank, (base,), state
-
     members = {
-        BASE_CLASS: base,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
         "__call__": call,
         "__deepcopy__": deep_copy,
-        "__reduce_ex__": reduce,
         "forward": forward,
         "generate": generate,
         "_prepare_cache_for_generation": prepare_cache,
         "_get_stopping_criteria": stopping_criteria,
     }
-    return type(base.__name__, (base,), members)
-
-
-def _blank(base: type) -> Any:
-    """An instance whose state a pickle is about to fill."""
-    return object.__new__(base)
+    return make_subclass(base, members)
 
 
 def _generate(model: Any, base: type, lease: Lease | None, args: tuple, kwargs: dict[str, Any]) -> Any:

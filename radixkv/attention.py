@@ -85,6 +85,10 @@ class Backend:
         self.launches["store_kv"] += 1
         self._store.store_kv(k_pool, v_pool, key, value, slots, source_rows)
 
+    def rope_store_kv(self, query, key, value, cos, sin, k_pool, v_pool, slots, source_rows, out) -> torch.Tensor:
+        self.launches["rope_store_kv"] += 1
+        return self._store.rope_store_kv(query, key, value, cos, sin, k_pool, v_pool, slots, source_rows, out=out)
+
     def copy_blocks(self, pools, src, dst, num_tokens) -> None:
         self.launches["copy_blocks"] += 1
         self._store.copy_blocks(pools, src, dst, num_tokens)

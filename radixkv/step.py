@@ -26,6 +26,8 @@ class Step:
 
     Attributes:
         positions: int64 [T], valid after `begin`.
+        fuses_rotation: whether `rotate_and_store` may take the place of `store`.
+        num_stored_layers: layers that stored their K/V so far.
     """
 
     plan: Plan | DecodePlan
@@ -34,6 +36,8 @@ class Step:
         self.pool, self.backend, self.plan = pool, backend, plan
         self._reuses_outputs = reuses_outputs
         self.positions = plan.positions
+        self.fuses_rotation = backend.name == "triton"
+        self.num_stored_layers = 0
 
     def begin(self) -> None:
         """On the device: what precedes the layers. It depends on nothing that the host knows, so that it can be captured with them."""
@@ -42,9 +46,24 @@ class Step:
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the K and V rows `[1, num_kv_heads, T, head_dim]` that `layer` computed for the step's tokens into the pool."""
+        self.num_stored_layers += 1
         plan, pool = self.plan, self.pool
         key, value = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
         self.backend.store_kv(pool.keys[layer], pool.values[layer], key, value, plan.slots, plan.source_rows)
+
+    def rotate_and_store(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Rotate q and k, and store k and v, in one launch; return the rotated q, like query, which it overwrites.
+
+        Args:
+            layer: which. query: `[T, num_heads, head_dim]`. key, value: `[T, num_kv_heads, head_dim]`. cos, sin: `[T, head_dim]`.
+        """
+        self.num_stored_layers += 1
+        plan, pool = self.plan, self.pool
+        return self.backend.rope_store_kv(
+            query, key, value, cos, sin, pool.keys[layer], pool.values[layer], plan.slots, plan.source_rows, out=query
+        )
 
     def attend(
         self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None, softcap: float | None
@@ -71,7 +90,8 @@ class HeldStep(Step):
 
     def __init__(self, pool: BlockPool, backend: Backend, sequence: Sequence, held: dict[int, Held], build_plan: Callable[[], Plan]):
         self.pool, self.backend = pool, backend
-        self._reuses_outputs = False
+        self._reuses_outputs = self.fuses_rotation = False
+        self.num_stored_layers = 0
         self._position = sequence.num_tokens - 1
         self._blocks = sequence.blocks
         self._held, self._build_plan = held, build_plan
@@ -86,6 +106,7 @@ class HeldStep(Step):
         """Nothing: the host has written all there is."""
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.num_stored_layers += 1
         self.backend.launches["store_kv"] += 1
         keys = self.pool.keys[layer]
         held = self._held.get(keys.data_ptr())

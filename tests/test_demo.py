@@ -294,7 +294,7 @@ def test_the_whole_demo_on_a_small_model(checkpoint):
     assert cold[3:] == ["0 of 1 (0%)", "1 equal"] and warm[3:] == ["5 of 5 (100%)", "5 equal"]
     assert 5 * int(warm[1].replace(",", "")) < int(warm[0].replace(",", ""))
     assert shuffled[3:] == ["10 of 12 (83%)", "12 equal"] and batch[3:] == ["10 of 12 (83%)", "12 equal"]
-    assert triton[3] == "launches: store_kv 32, prefill_attention 4, decode_attention 28" and triton[4] == "2 equal"
+    assert triton[3] == "launches: rope_store_kv 32, prefill_attention 4, decode_attention 28" and triton[4] == "2 equal"
 
 
 def test_the_whole_demo_in_bfloat16(checkpoint, capsys):

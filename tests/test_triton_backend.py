@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -40,7 +43,7 @@ def kernel_calls(monkeypatch):
 
         monkeypatch.setattr(module, name, counted)
 
-    count(store, "store_kv")
+    count(store, "rope_store_kv")
     count(store, "copy_blocks")
     count(prefill, "prefill_attention")
     count(decode, "decode_attention")
@@ -63,7 +66,8 @@ def test_every_attention_runs_in_our_kernels(name, no_sdpa, kernel_calls):
         kernel_calls.clear()
         model.radixkv.backend.launches.clear()
         assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
-        attention = {"store_kv": LAYERS * NEW, "prefill_attention": LAYERS, "decode_attention": LAYERS * (NEW - 1), "advance_rows": NEW - 1}
+        attention = {"rope_store_kv": LAYERS * NEW, "prefill_attention": LAYERS}
+        attention |= {"decode_attention": LAYERS * (NEW - 1), "advance_rows": NEW - 1}
         copies = kernel_calls.pop("copy_blocks", 0)
         assert kernel_calls == attention
         assert model.radixkv.backend.launches == {**attention, **({"copy_blocks": copies} if copies else {})}
@@ -82,6 +86,24 @@ def test_sliding_windows(window, no_sdpa):
     no_sdpa()
     for _ in range(2):
         assert torch.equal(model.generate(ids, attention_mask=mask, **GREEDY), expected)
+
+
+def test_attention_modules_keep_their_class_but_while_patched():
+    """Rotation and storing are one launch in a packed forward of a patched model, and nowhere else."""
+    model = tiny_qwen2(seed=5, num_layers=LAYERS)
+    ids = prompt(12, seed=1)[None]
+    plain, expected = model(ids).logits, model.generate(ids, **GREEDY)
+    own = [type(layer.self_attn) for layer in model.model.layers]
+    radixkv.patch_model(model, num_blocks=8, block_size=16, backend="triton")
+    assert all(issubclass(type(layer.self_attn), base) for layer, base in zip(model.model.layers, own, strict=True))
+    assert [type(layer.self_attn) for layer in model.model.layers] != own
+    assert torch.equal(model(ids).logits, plain)
+    copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    assert torch.equal(copied.generate(ids, **GREEDY), expected) and copied.radixkv.backend.launches["rope_store_kv"] == LAYERS * NEW
+    assert [type(layer.self_attn) for layer in pickled.model.layers] == own and torch.equal(pickled(ids).logits, plain)
+    radixkv.unpatch_model(model)
+    assert [type(layer.self_attn) for layer in model.model.layers] == own
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
 def test_triton_without_a_gpu_or_the_interpreter_is_refused(monkeypatch):

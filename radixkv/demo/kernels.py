@@ -47,11 +47,11 @@ def run_kernels(config: Any, dtype: torch.dtype, device: torch.device, report: R
     if backend != "triton":
         report.problems.append(f"part 5: the attention ran in the backend {backend!r}, not in Triton's kernels")
     where = "in the interpreter" if device.type == "cpu" else f"on {device.type}"
-    counts = ", ".join(f"{name} {launches[name]}" for name in ("store_kv", "prefill_attention", "decode_attention"))
+    counts = ", ".join(f"{name} {launches[name]}" for name in ("rope_store_kv", "prefill_attention", "decode_attention"))
     report.add(f"5 Triton kernels {where}, {NUM_LAYERS} layers", pairs, f"launches: {counts}")
     num_prefills = len(prompts)
     num_decodes = sum(pair.patched.num_forwards for pair in pairs) - num_prefills
-    report.expect("part 5, launches of store_kv", NUM_LAYERS * (num_prefills + num_decodes), launches["store_kv"])
+    report.expect("part 5, launches of rope_store_kv", NUM_LAYERS * (num_prefills + num_decodes), launches["rope_store_kv"])
     report.expect("part 5, launches of prefill_attention", NUM_LAYERS * num_prefills, launches["prefill_attention"])
     report.expect("part 5, launches of decode_attention", NUM_LAYERS * num_decodes, launches["decode_attention"])
     report.expect("part 5, prompts that reused the other's beginning", len(prompts) - 1, sum(pair.is_hit for pair in pairs))
