@@ -16,6 +16,8 @@ from radixkv.kernels.ranges import Demand, choose_ranges, cut, list_order, sprea
 
 # A range as short as this is worth its partials where there are fewer than so many programs.
 _FINE_RANGE, _LEAST_PROGRAMS = 256, 240
+# Bounds of the least keys of a shared range.
+_SHARED_RANGES = 512, 1024
 # Bytes of partials beside those of K/V: in private ranges of the least length, and in a step with shared ones.
 _PARTIAL_SHARE, _SHARED_PARTIALS = 0.06, 0.34
 # A key of a wide item takes the tensor cores of one multiprocessor this many times as long as a key of narrow items its share of memory.
@@ -133,40 +135,36 @@ def decode_items(
         counts = -(-(lens - live_from) // step)
         seqs, numbers = spread(counts)
         first_keys = live_from[seqs] + numbers * step
-        return _flat(lens, counts, numbers, first_keys, first_keys + step, live_from + counts * step, layout)
-    counts = choose_ranges(_narrow_demand(lens - live_from, np.ones_like(lens), layout))
+        end_keys = np.minimum(first_keys + step, lens[seqs])
+        return _flat(counts, seqs, first_keys, end_keys, live_from + counts * step, layout)
+    tree, flat_keys = None, lens - live_from
     if share:
-        shared_range, private_range = _least_ranges(layout)
-        prices = Prices(layout.partial_keys, layout.tile_kv, shared_range, private_range)
+        prices = Prices(layout.partial_keys, layout.tile_kv, _SHARED_RANGES[0], _least_private(layout))
         found = shared_runs(table, lens, live_from, layout.block_size, prices)
-        if found is not None:
-            tree = _tree(lens, live_from, *found, layout)
-            if tree.moved_bytes(layout) < layout.moved_bytes(int((lens - live_from).sum()), int(counts.sum())):
-                return tree
-    _, numbers, first_keys, end_keys = cut(live_from, lens, counts, layout.tile_kv)
-    return _flat(lens, counts, numbers, first_keys, end_keys, lens + layout.chunk, layout)
+        tree = None if found is None else _tree(lens, live_from, *found, layout)
+    num_keys = int(flat_keys.sum())
+    # Flat, a sequence has a partial at least, so that mostly there is no need to know how many.
+    if tree is not None and tree.moved_bytes(layout) < layout.moved_bytes(num_keys, int((lens > 0).sum())):
+        return tree
+    counts = choose_ranges(_narrow_demand(flat_keys, np.ones(len(lens)), layout))
+    if tree is not None and tree.moved_bytes(layout) < layout.moved_bytes(num_keys, int(counts.sum())):
+        return tree
+    seqs, _, first_keys, end_keys = cut(live_from, lens, counts, layout.tile_kv)
+    return _flat(counts, seqs, first_keys, end_keys, lens + layout.chunk, layout)
 
 
 def _flat(
-    lens: np.ndarray,
-    counts: np.ndarray,
-    numbers: np.ndarray,
-    first_keys: np.ndarray,
-    end_keys: np.ndarray,
-    grown: np.ndarray,
-    layout: Layout,
+    counts: np.ndarray, seqs: np.ndarray, first_keys: np.ndarray, end_keys: np.ndarray, grown: np.ndarray, layout: Layout
 ) -> ItemLists:
-    """List one item per range; `grown` is the length up to which a sequence's last range reaches."""
-    seqs = np.repeat(np.arange(len(lens)), counts)
+    """List one item per range, those of a sequence together; its last range then reaches up to its length in `grown`."""
+    num_seqs, num_items = len(counts), len(seqs)
     keys = end_keys - first_keys
-    merge_ranges = np.zeros(len(lens) + 1, np.int32)
+    merge_ranges = np.zeros(num_seqs + 1, np.int32)
     counts.cumsum(out=merge_ranges[1:])
-    lasts = merge_ranges[1:][counts > 0] - 1
-    live = lens[counts > 0]
-    keys[lasts] = live - first_keys[lasts]
-    end_keys[lasts] = grown[counts > 0]
+    live = counts > 0
+    end_keys[merge_ranges[1:][live] - 1] = grown[live]
     order = list_order(keys, -(-layout.narrow_slots // layout.num_kv_heads))
-    narrow = np.empty((len(order), 5), np.int32)
+    narrow = np.empty((num_items, 5), np.int32)
     narrow[:, 0] = order
     narrow[:, 1] = 1
     narrow[:, 2] = seqs[order]
@@ -177,10 +175,10 @@ def _flat(
         narrow=narrow,
         wide=np.zeros((0, 5), np.int32),
         entry_tokens=seqs.astype(np.int32),
-        entry_partials=np.arange(len(seqs), dtype=np.int32),
-        merge_tokens=np.arange(len(lens), dtype=np.int32),
+        entry_partials=np.arange(num_items, dtype=np.int32),
+        merge_tokens=np.arange(num_seqs, dtype=np.int32),
         merge_ranges=merge_ranges,
-        rebuild_at=np.where(counts > 0, grown, 0) + 1,
+        rebuild_at=grown * live + 1,
         tile_keys=np.zeros(0, np.int64),
         narrow_keys=keys[order],
         wide_keys=np.zeros(0, np.int64),
@@ -202,13 +200,16 @@ def _tree(lens: np.ndarray, live_from: np.ndarray, order: np.ndarray, runs: list
     small, large = np.flatnonzero(~is_wide), np.flatnonzero(is_wide)
     run_keys = bounds[:, 3] - bounds[:, 2]
     keys = np.concatenate([lens - begins, run_keys[small]])
-    entries = np.concatenate([np.ones(num_seqs, np.int64), sizes[small]])
+    entries = np.concatenate([np.ones(num_seqs), sizes[small]])
     narrow_counts = choose_ranges(_narrow_demand(keys, entries, layout))
-    most = _SHARED_PARTIALS * (int(keys.sum()) + int(run_keys[large].sum())) / layout.partial_keys - int(narrow_counts @ entries)
+    run_sizes = sizes[large].astype(np.float64)
+    most = _SHARED_PARTIALS * (int(keys.sum()) + int(run_keys[large].sum())) / layout.partial_keys - float(narrow_counts @ entries)
+    # Not shorter than private ranges, whose partials are fewer, unless those are long enough for both.
+    least = int(np.clip((keys / np.maximum(narrow_counts, 1)).max(), *_SHARED_RANGES))
     counts = np.empty(num_seqs + num_runs, np.int64)
     counts[:num_seqs] = narrow_counts[:num_seqs]
     counts[num_seqs + small] = narrow_counts[num_seqs:]
-    counts[num_seqs + large] = choose_ranges(wide_demand(run_keys[large], sizes[large], layout, _least_ranges(layout)[0], most))
+    counts[num_seqs + large] = choose_ranges(wide_demand(run_keys[large], run_sizes, layout, least, most))
 
     # Pieces: what is left of each sequence, then the runs. before: ranges of a sequence before those of the piece.
     before = np.zeros(num_seqs + num_runs, np.int64)
@@ -278,31 +279,31 @@ def range_items(
 
 
 def _narrow_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout) -> Demand:
-    """Return what is to be cut into items of the narrow kernel."""
+    """Return what is to be cut into items of the narrow kernel, float64 entries."""
     return Demand(
         keys=keys,
         entries=entries,
-        copies=-(-entries // layout.narrow_entries),
+        copies=np.ceil(entries / layout.narrow_entries),
         # A shared range is longer, as it costs more partials.
-        stretch=np.where(entries > 1, 2, 1),
+        stretch=np.minimum(entries, 2),
         num_kv_heads=layout.num_kv_heads,
         slots=layout.narrow_slots,
         tile=layout.tile_kv,
-        least=_least_ranges(layout)[1],
+        least=_least_private(layout),
         key_time=1.0,
         item_time=layout.tile_kv + layout.partial_keys,
         partial_time=layout.partial_keys * layout.num_kv_heads / layout.narrow_slots,
-        least_programs=min(_LEAST_PROGRAMS, layout.num_kv_heads * int((-(-keys // _FINE_RANGE)).sum())),
+        least_programs=min(_LEAST_PROGRAMS, layout.num_kv_heads * int(np.ceil(keys / _FINE_RANGE).sum())),
     )
 
 
 def wide_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout, least: int, most_partials: float) -> Demand:
-    """Return what is to be cut into items of the wide kernel."""
+    """Return what is to be cut into items of the wide kernel, float64 entries."""
     return Demand(
         keys=keys,
         entries=entries,
-        copies=-(-entries * layout.group // layout.wide_rows),
-        stretch=np.ones_like(keys),
+        copies=np.ceil(entries * layout.group / layout.wide_rows),
+        stretch=np.ones(len(keys)),
         num_kv_heads=layout.num_kv_heads,
         slots=layout.wide_slots,
         tile=layout.tile_kv,
@@ -314,8 +315,7 @@ def wide_demand(keys: np.ndarray, entries: np.ndarray, layout: Layout, least: in
     )
 
 
-def _least_ranges(layout: Layout) -> tuple[int, int]:
-    """Return the least keys of a shared and of a private range: partials are few beside K/V, but a short sequence still is cut."""
+def _least_private(layout: Layout) -> int:
+    """Return the least keys of a private range: partials are few beside K/V, but a short sequence is cut all the same."""
     fitting = -(-layout.partial_keys / _PARTIAL_SHARE // layout.tile_kv) * layout.tile_kv
-    private = int(min(max(fitting, 2 * layout.tile_kv), _FINE_RANGE))
-    return 2 * _FINE_RANGE, private
+    return int(min(max(fitting, 2 * layout.tile_kv), _FINE_RANGE))

@@ -43,7 +43,7 @@ def prompt_items(
         return ItemLists(tiles, items, items, none, none, none, np.zeros(1, np.int32), lens + 1, tile_keys, none, none, 0)
     seqs = np.flatnonzero(split)
     sizes, begins, ends = new[seqs], live_from[seqs], lens[seqs]
-    counts = choose_ranges(wide_demand(ends - begins, sizes, layout, 2 * layout.tile_kv, float("inf")))
+    counts = choose_ranges(wide_demand(ends - begins, sizes.astype(np.float64), layout, 2 * layout.tile_kv, float("inf")))
     # The last range holds all new tokens, so that each of them sees keys of every range.
     counts = np.minimum(counts, np.maximum((ends - begins) // (sizes + 2 * layout.tile_kv), 1))
     pieces, numbers, first_keys, end_keys = cut(begins, ends, counts, layout.tile_kv)

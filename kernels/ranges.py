@@ -6,6 +6,7 @@ taken to be at most that of a slot that gets the heaviest of every round, plus t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +15,15 @@ import numpy as np
 MOST_ROUNDS = 6
 # A slot that has this many times the average to do makes a list a bad one.
 _UNEVEN = 1.1
-# Above every number of ranges.
+# A power of 2 above every number of ranges.
 _PACK = float(1 << 24)
 
 
 @dataclass(frozen=True)
 class Demand:
-    """Pieces of work that are to be cut into ranges; arrays `[num_pieces]`, times in those of one key in a slot of the narrow kernel.
+    """Pieces of work that are to be cut into ranges; times in those of one key in a slot of the narrow kernel.
+
+    All arrays are `[num_pieces]`, float64 but for keys.
 
     Attributes:
         keys: of each piece; 0 gives no range.
@@ -52,8 +55,7 @@ class Demand:
 def choose_ranges(demand: Demand) -> np.ndarray:
     """Return into how many ranges each piece is cut, int64 `[num_pieces]`."""
     # Small whole numbers in float64, whose products and quotients numpy computes faster.
-    tiles = np.ceil(demand.keys / demand.tile)
-    copies, entries = demand.copies.astype(np.float64), demand.entries.astype(np.float64)
+    tiles, copies, entries = np.ceil(demand.keys / demand.tile), demand.copies, demand.entries
     longest, total = int(tiles.max(initial=0)), float(tiles @ copies)
     lengths = _candidates(demand, longest, total)
     # [num_candidates, num_pieces]
@@ -100,26 +102,20 @@ def _candidates(demand: Demand, longest: int, total: float) -> np.ndarray:
 
 def _longest_slot(demand: Demand, tiles: np.ndarray, counts: np.ndarray, copies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the tiles and the items of the first slot for each row of counts `[num_candidates, num_pieces]`."""
-    num_candidates, num_pieces = counts.shape
-    # A piece is cut into ranges of one tile more or less: `larger` of the longer ones. Sorted as one number with how many they are.
-    shorter = np.floor(tiles / np.maximum(counts, 1))
-    larger = tiles - shorter * counts
-    packed = np.empty((num_candidates, 2 * num_pieces))
-    packed[:, :num_pieces] = (shorter + 1) * -_PACK - larger * copies
-    packed[:, num_pieces:] = shorter * -_PACK - (counts - larger) * copies
+    # The mean length of a piece's ranges in sixteenths of a tile, and how many there are, sort as one number: length + number / _PACK.
+    packed = np.rint(16 * tiles / np.maximum(counts, 1)) + counts * (copies / _PACK)
     packed.sort(axis=1)
-    lengths = np.floor(packed / -_PACK)
-    ends = (-packed - lengths * _PACK).cumsum(axis=1)
-    totals = ends[:, -1]
-    most = int(totals.max())
-    # The item of the first unit of each round, and where in the sorted list it is.
-    firsts = np.arange(-(-most * demand.num_kv_heads // demand.slots)) * demand.slots // demand.num_kv_heads
-    rows = np.arange(num_candidates)[:, None]
-    places = (ends + rows * (most + 1)).ravel().searchsorted((firsts + rows * (most + 1)).ravel(), side="right")
-    ran = firsts < totals[:, None]
-    # Past the end of its list a candidate's place is that of the next one's first item, or of none.
+    numbers, lengths = np.modf(packed[:, ::-1])
+    ends = numbers.cumsum(axis=1)
+    most = float(ends[:, -1].max())
+    # The item of the first unit of each round, and where in the sorted list it is. Past the end of its list a candidate's place is that
+    # of the next one's first item, or of none.
+    firsts = np.arange(math.ceil(most * _PACK * demand.num_kv_heads / demand.slots)) * demand.slots // demand.num_kv_heads / _PACK
+    rows = np.arange(len(counts))[:, None] * (most + 1)
+    places = (ends + rows).ravel().searchsorted((firsts + rows).ravel(), side="right")
+    ran = firsts < ends[:, -1:]
     keys = lengths.ravel().take(places, mode="clip").reshape(ran.shape)
-    return (keys * ran).sum(axis=1), ran.sum(axis=1)
+    return (keys * ran).sum(axis=1) / 16, ran.sum(axis=1)
 
 
 def list_order(keys: np.ndarray, per_round: int) -> np.ndarray:

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.item_lists import SHAPE_IDS, SHAPES, Slots
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import ItemLists, Layout, decode_items
 from radixkv.kernels.prompt_items import prompt_items
-
-NO_TABLE = np.zeros((64, 0), dtype=np.int32)
+from tests.item_lists import SHAPE_IDS, SHAPES, Slots
 
 
 def layout(shape: tuple[int, int, int], block_size: int = 16, ctas: int = 3) -> Layout:
