@@ -143,7 +143,8 @@ def _flashinfer(case: Case) -> Run:
     else:
         wrapper = module.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
         wrapper.plan(case.cu_query_lens, indptr, indices, last, *heads, causal=True, **options)
-    return lambda: wrapper.run(case.query, (case.k_pool, case.v_pool))
+    pools = _clean(case.k_pool), _clean(case.v_pool)
+    return lambda: wrapper.run(case.query, pools)
 
 
 def _sglang(case: Case) -> Run:
@@ -155,7 +156,7 @@ def _sglang(case: Case) -> Run:
         function = _load(f"sglang.kernels.ops.attention.{name}", f"{name}_fwd")
     device, num_seqs = case.query.device, len(case.seq_lens)
     # [num_blocks * block_size, num_kv_heads, head_dim]
-    key, value = (pool.transpose(1, 2).flatten(0, 1).contiguous() for pool in (case.k_pool, case.v_pool))
+    key, value = (_clean(pool).transpose(1, 2).flatten(0, 1).contiguous() for pool in (case.k_pool, case.v_pool))
     offsets = torch.arange(case.block_size, device=device, dtype=torch.int32)
     slots = (case.block_table[:, :, None] * case.block_size + offsets).flatten(1)
     stored = case.seq_lens if case.phase == "decode" else [s - q for s, q in zip(case.seq_lens, case.query_lens, strict=True)]
@@ -172,7 +173,8 @@ def _sglang(case: Case) -> Run:
         "v_scale": 1.0,
     }
     if case.phase == "decode":
-        num_splits = 16
+        # Two programs per multiprocessor of a large GPU, as near as its powers of two come.
+        num_splits = min(64, max(8, 1 << (264 // (num_seqs * case.heads.num_kv_heads)).bit_length()))
         partials = (num_seqs, case.heads.num_heads, num_splits)
         known |= {
             "q": case.query,
@@ -200,7 +202,7 @@ def _sglang(case: Case) -> Run:
 def _vllm(case: Case) -> Run:
     """vLLM's unified Triton kernel; its pool is `[num_blocks, block_size, num_kv_heads, head_dim]`."""
     function = _load("vllm.v1.attention.ops.triton_unified_attention", "unified_attention")
-    key, value = (pool.transpose(1, 2).contiguous() for pool in (case.k_pool, case.v_pool))
+    key, value = (_clean(pool).transpose(1, 2).contiguous() for pool in (case.k_pool, case.v_pool))
     out, device = torch.empty_like(case.query), case.query.device
     num_segments, padded = 16, 1 << (case.heads.head_dim - 1).bit_length()
     segments = (case.query.shape[0] if case.phase == "decode" else 1, case.heads.num_heads, num_segments)
@@ -248,6 +250,11 @@ def _bind(function: Callable[..., Any], known: dict[str, Any]) -> Callable[[], A
     if needed - known.keys():
         raise NotAtHand(f"this release also needs {sorted(needed - known.keys())}")
     return partial(function, **{name: value for name, value in known.items() if name in parameters})
+
+
+def _clean(pool: Tensor) -> Tensor:
+    """A pool with 0 where ours has NaN, which others may read and multiply by 0."""
+    return torch.nan_to_num(pool, nan=0.0)
 
 
 def _per_sequence(case: Case) -> Tensor:

@@ -111,7 +111,7 @@ def table(rows: Sequence[Row]) -> str:
     for line in cells:
         texts = (cell.ljust(width) if i < 3 else cell.rjust(width) for i, (cell, width) in enumerate(zip(line, widths, strict=True)))
         lines.append("  ".join(texts).rstrip())
-    lines += [f"not measured, {row['stage']}: {row['case']}: {row['what']}: {row['reason']}" for row in rows if row["kind"] == "missing"]
+    lines += _missing_lines(rows)
     lines += [f"goal: {goal}: {measured}" for goal, measured in goals(rows)]
     return "\n".join(lines)
 
@@ -120,6 +120,18 @@ def all_ok(rows: Sequence[Row]) -> bool:
     """Whether no correctness check failed, no stage broke, and there was a check at all."""
     outcomes = [row["kind"] == "check" and row["ok"] for row in rows if row["kind"] in ("check", "broken")]
     return bool(outcomes) and all(outcomes)
+
+
+def _missing_lines(rows: Sequence[Row]) -> list[str]:
+    """One line for each thing that was not measured and its reason, with the cases that it is missing from."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["kind"] == "missing":
+            cases.setdefault((row["what"], row["reason"]), []).append(f"{row['stage']} {row['case']}")
+    return [
+        f"not measured: {what}: {reason}: {', '.join(names) if len(names) < 4 else f'{len(names)} cases'}"
+        for (what, reason), names in cases.items()
+    ]
 
 
 def _best_peer(row: Row, rows: Sequence[Row]) -> tuple[str | None, float | None]:

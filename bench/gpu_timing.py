@@ -57,15 +57,14 @@ def time_function(function: Callable[[], Any], *, flush: bool, seconds: float = 
     cannot be captured is timed as it is.
 
     Args:
-        function: what to time; run at least five times.
+        function: what to time; run several times.
         flush: whether to empty the L2 cache before each run.
         seconds: about how long to measure.
         max_runs: at most that many runs.
     """
     if not torch.cuda.is_available():
-        function()
         runs = []
-        for _ in range(3):
+        for _ in range(2):
             begin = time.perf_counter()
             function()
             runs.append((time.perf_counter() - begin) * 1e6)
@@ -121,12 +120,13 @@ def _device() -> torch.device:
 
 def _captured(function: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
     """Return a replay of the function's launches and True, or the function and False where it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
         with torch.cuda.graph(graph):
             function()
     except RuntimeError:
-        # A sync or a foreign stream inside: nothing was launched.
+        # A sync or a foreign stream inside: nothing was launched, and the capturing stream may still be the current one.
+        torch.cuda.set_stream(stream)
         torch.cuda.synchronize()
         return function, False
     graph.replay()

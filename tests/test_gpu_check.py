@@ -87,9 +87,14 @@ def test_percentages_ratios_and_goals(tmp_path: Path) -> None:
     assert measured["short extension >= 3 x SGLang's"] == "not measured"
     assert gpu_report.all_ok(rows)
     assert "3800" in gpu_report.table(rows) and "(flex paged)" in gpu_report.table(rows)
+    for case in ("a", "b"):
+        decode.missing(case, "flashinfer", "not installed")
     decode.check("another", False, "off by 1")
     rows = gpu_report.read_rows(rows_path)
     assert not gpu_report.all_ok(rows)
+    printed = gpu_report.table(rows).splitlines()
+    assert "not measured: flashinfer: not installed: decode a, decode b" in printed
+    assert "FAILED decode: another: off by 1" in printed
 
 
 def test_no_check_at_all_is_no_success() -> None:
