@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def layout(shape: tuple[int, int, int], block_size: int = 16, ctas: int = 3) -> 
     return replace(made, narrow_slots=132 * ctas)
 
 
-def flat(lens: np.ndarray, made: Layout, **options: object) -> ItemLists:
+def flat(lens: np.ndarray, made: Layout, **options: Any) -> ItemLists:
     """Return the lists of sequences that share nothing."""
     return decode_items(np.zeros((len(lens), 0), np.int32), lens, made, share=False, **options)
 
