@@ -23,10 +23,6 @@ ARCHS = ("cuda", "cuda_small", "hip")
 CHUNK = 256
 # Ranges of the default plan begin at multiples of this many keys, the largest tile of any kernel.
 KV_TILE = 64
-# Programs per multiprocessor of a wide kernel: its rows and keys fill the registers of two.
-_WIDE_CTAS = 2
-# Rows of a wide item: two warpgroups' worth, as in a prefill tile.
-_WIDE_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -47,6 +43,22 @@ class PrefillConfig:
     tile_d: int
     num_warps: int
     num_stages: int
+
+
+@dataclass(frozen=True)
+class ExtendConfig:
+    """How launch_wide is tiled and launched; attributes as in PrefillConfig.
+
+    Attributes:
+        ctas: programs per multiprocessor of the persistent grid.
+    """
+
+    tile_rows: int
+    tile_kv: int
+    tile_d: int
+    num_warps: int
+    num_stages: int
+    ctas: int
 
 
 @dataclass(frozen=True)
@@ -89,20 +101,31 @@ class ConfigCase:
     config: PrefillConfig | DecodeConfig
 
 
-# (bytes per element, tile_d) -> (tile_rows, {arch: (tile_kv, num_warps, num_stages)})
+# Rows of a tile of prefill and extend, by (bytes per element, tile_d).
+_TILE_ROWS = {(2, 64): 128, (2, 128): 128, (2, 256): 64, (4, 64): 32, (4, 128): 32, (4, 256): 16}
+
+# Prefill without a window: (bytes per element, tile_d) -> {arch: (tile_kv, num_warps, num_stages, ctas)}
 _PREFILL = {
-    # Two warpgroups of 64 rows. A key's address comes from the block table, which costs the pipeline two of its stages:
-    # with 5 all of the loop runs under a load in flight (sm_90), with 3 or 4 a tenth of it.
-    (2, 64): (128, {"cuda": (64, 8, 5), "cuda_small": (64, 8, 3), "hip": (64, 4, 2)}),
-    # As above: 180 to 200 registers per thread and 129 KB of shared memory on sm_90; 3 stages fit where there is less.
-    (2, 128): (128, {"cuda": (64, 8, 5), "cuda_small": (32, 8, 3), "hip": (64, 4, 1)}),
+    # 128 rows to one warpgroup: each load feeds twice the rows, a fifth less to issue per FLOP than with two warpgroups. A key's
+    # address comes from the block table, which costs the pipeline two of its stages: with 5 all of the loop runs under a load in
+    # flight (sm_90), with 3 or 4 a tenth of it.
+    (2, 64): {"cuda": (64, 4, 5, 2), "cuda_small": (64, 8, 3, 1), "hip": (64, 4, 2, 1)},
+    # Two warpgroups of 64 rows: 180 to 207 registers per thread and 129 KB of shared memory on sm_90; 3 stages fit where there is less.
+    (2, 128): {"cuda": (64, 8, 5, 1), "cuda_small": (32, 8, 3, 1), "hip": (64, 4, 1, 1)},
     # Half the rows and keys, or accumulator and scores outgrow the registers.
-    (2, 256): (64, {"cuda": (32, 4, 5), "cuda_small": (32, 4, 1), "hip": (32, 4, 1)}),
+    (2, 256): {"cuda": (32, 4, 5, 1), "cuda_small": (32, 4, 1, 1), "hip": (32, 4, 1, 1)},
     # IEEE fp32 runs on the plain ALUs, whose operands sit in registers: the largest tiles that do not spill, no pipeline.
-    (4, 64): (32, {"cuda": (32, 8, 1), "cuda_small": (32, 8, 1), "hip": (32, 4, 1)}),
+    (4, 64): {"cuda": (32, 8, 1, 1), "cuda_small": (32, 8, 1, 1), "hip": (32, 4, 1, 1)},
     # Half the keys: with 32, window and softcap together spill in Triton 3.6.
-    (4, 128): (32, {"cuda": (16, 8, 1), "cuda_small": (16, 8, 1), "hip": (32, 4, 1)}),
-    (4, 256): (16, {"cuda": (16, 8, 1), "cuda_small": (16, 8, 1), "hip": (16, 4, 1)}),
+    (4, 128): {"cuda": (16, 8, 1, 1), "cuda_small": (16, 8, 1, 1), "hip": (32, 4, 1, 1)},
+    (4, 256): {"cuda": (16, 8, 1, 1), "cuda_small": (16, 8, 1, 1), "hip": (16, 4, 1, 1)},
+}
+
+# Prefill with a window, and extend: keys are masked at both ends of a range. What is not here is as above.
+_TWO_ENDED = {
+    # The masks of 128 rows spill in one warpgroup, and two with so many registers run alone on a multiprocessor: 11 stages keep 64 KB
+    # of loads in flight.
+    (2, 64): {"cuda": (64, 8, 11, 1), "cuda_small": (64, 8, 3, 1), "hip": (64, 4, 2, 1)},
 }
 
 # (bytes per element, tile_d) -> {arch: (tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers)}
@@ -119,7 +142,9 @@ _DECODE = {
 }
 
 
-def prefill_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> PrefillConfig:
+def prefill_config(
+    head_dim: int, group: int, dtype: torch.dtype, block_size: int, arch: str = "cuda", *, has_window: bool = False
+) -> PrefillConfig:
     """Return how prefill_attention runs for one kind of head.
 
     Args:
@@ -128,15 +153,25 @@ def prefill_config(head_dim: int, group: int, dtype: torch.dtype, block_size: in
         dtype: float32, float16 or bfloat16.
         block_size: tokens per block, a power of two from 16.
         arch: one of ARCHS; changes neither tile_q nor tile_rows, so that a work list fits every device.
+        has_window: whether there is a sliding window; changes neither tile_q nor tile_rows.
 
     Raises:
         ValueError: no configuration for these.
     """
     key = _table_key("prefill_config", head_dim, dtype, block_size, arch)
-    tile_rows, launch = _PREFILL[key]
+    tile_rows = _TILE_ROWS[key]
     if not 1 <= group <= tile_rows:
         raise ValueError(f"prefill_config: group must be 1 to {tile_rows} at head_dim {head_dim}, got {group}")
-    return PrefillConfig(tile_rows // group, tile_rows, launch[arch][0], key[1], *launch[arch][1:])
+    launch = _TWO_ENDED.get(key, _PREFILL[key]) if has_window else _PREFILL[key]
+    tile_kv, num_warps, num_stages, _ = launch[arch]
+    return PrefillConfig(tile_rows // group, tile_rows, tile_kv, key[1], num_warps, num_stages)
+
+
+def extend_config(head_dim: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> ExtendConfig:
+    """Return how launch_wide runs; arguments and errors as in prefill_config, but any group runs alike."""
+    key = _table_key("extend_config", head_dim, dtype, block_size, arch)
+    tile_kv, num_warps, num_stages, ctas = _TWO_ENDED.get(key, _PREFILL[key])[arch]
+    return ExtendConfig(_TILE_ROWS[key], tile_kv, key[1], num_warps, num_stages, ctas)
 
 
 def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> DecodeConfig:
@@ -162,6 +197,7 @@ def layout_for(
         ValueError: no configuration for these.
     """
     decode = decode_config(head_dim, group, dtype, block_size, arch)
+    extend = extend_config(head_dim, dtype, block_size, arch)
     return Layout(
         group=group,
         num_kv_heads=num_kv_heads,
@@ -169,12 +205,12 @@ def layout_for(
         itemsize=dtype.itemsize,
         block_size=block_size,
         narrow_entries=max(1, decode.tile_rows // group),
-        wide_rows=_WIDE_ROWS,
+        wide_rows=extend.tile_rows,
         tile_kv=KV_TILE,
         tile_q=prefill_config(head_dim, group, dtype, block_size, arch).tile_q,
         chunk=CHUNK,
         narrow_slots=num_sms * decode.ctas,
-        wide_slots=num_sms * _WIDE_CTAS,
+        wide_slots=num_sms * extend.ctas,
     )
 
 

@@ -15,101 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from radixkv.kernels.attend import attend_rows
 from radixkv.kernels.checks import check_attention, check_outputs
-from radixkv.kernels.configs import prefill_config
-from radixkv.kernels.tiles import (
-    LOWEST,
-    cast,
-    check_runs_here,
-    current_arch,
-    dot,
-    is_interpreted,
-    load_rows,
-    score_factors,
-    softmax_end,
-    softmax_step,
-    tanh,
-)
+from radixkv.kernels.configs import PrefillConfig, layout_for, prefill_config
+from radixkv.kernels.decode import launch_narrow
+from radixkv.kernels.extend import launch_wide
+from radixkv.kernels.merge import launch_merge
+from radixkv.kernels.tiles import cast, check_runs_here, current_arch, is_interpreted, multiprocessors, score_factors, softmax_end
 from radixkv.kernels.work import Work, work_from_tensors
-
-
-@triton.jit
-def _key_rows(
-    table_ptr,
-    start,
-    key_begin,
-    key_end,
-    head,
-    MASKED: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KV: tl.constexpr,
-):
-    """Return the pool rows of the keys start .. start + TILE_KV, int64, as rows of a [blocks * heads * block_size, head_dim] view."""
-    offs = tl.arange(0, TILE_KV)
-    if BLOCK_SIZE >= TILE_KV:
-        # The whole tile lies in one block, which holds at least one live key.
-        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        return (block * NUM_KV_HEADS + head) * BLOCK_SIZE + start % BLOCK_SIZE + offs
-    else:
-        keys = start + offs
-        if MASKED:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE, mask=(keys >= key_begin) & (keys < key_end), other=0).to(tl.int64)
-        else:
-            blocks = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
-        return (blocks * NUM_KV_HEADS + head) * BLOCK_SIZE + keys % BLOCK_SIZE
-
-
-@triton.jit
-def _attend_tile(
-    query,  # [TILE_ROWS, TILE_D]
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    start,
-    key_begin,
-    key_end,
-    positions,  # [TILE_ROWS]
-    window,
-    head,
-    inner,
-    outer,
-    row_max,  # [TILE_ROWS]
-    row_sum,  # [TILE_ROWS]
-    acc,  # [TILE_ROWS, TILE_D]
-    MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KV: tl.constexpr,
-    TILE_D: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    """Attend all rows to the keys start .. start + TILE_KV; MASKED where some row does not see some of them."""
-    rows = _key_rows(table_ptr, start, key_begin, key_end, head, MASKED, NUM_KV_HEADS, BLOCK_SIZE, TILE_KV)
-    keys = start + tl.arange(0, TILE_KV)
-    live = (keys >= key_begin) & (keys < key_end)
-    offs_d = tl.arange(0, TILE_D)
-    k_offs = rows[None, :] * HEAD_DIM + offs_d[:, None]
-    v_offs = rows[:, None] * HEAD_DIM + offs_d[None, :]
-
-    key = load_rows(k_ptr, k_offs, live[None, :], offs_d[:, None], MASKED, HEAD_DIM, TILE_D)
-    # [TILE_ROWS, TILE_D] x [TILE_D, TILE_KV]
-    x = dot(query, key, None, INTERPRET)
-    if HAS_SOFTCAP:
-        x = tanh(x * inner)
-    if MASKED:
-        seen = keys[None, :] <= positions[:, None]
-        if HAS_WINDOW:
-            seen = seen & (keys[None, :] > positions[:, None] - window)
-        x = tl.where(seen, x, float("-inf"))
-    weights, row_max, row_sum, acc = softmax_step(x, outer, row_max, row_sum, acc)
-    value = load_rows(v_ptr, v_offs, live[:, None], offs_d[None, :], MASKED, HEAD_DIM, TILE_D)
-    # [TILE_ROWS, TILE_KV] x [TILE_KV, TILE_D]
-    acc = dot(cast(weights, value.dtype, INTERPRET), value, acc, INTERPRET)
-    return row_max, row_sum, acc
 
 
 @triton.jit(do_not_specialize=["window", "stride_query_token", "stride_query_head", "stride_table_seq"])
@@ -151,50 +64,37 @@ def _prefill_kernel(
     seq_len = tl.load(seq_lens_ptr + seq)
     table_ptr = block_table_ptr + seq * stride_table_seq
 
+    # Rows beyond the tile repeat its last token and are not stored.
+    num_tokens = tl.minimum(TILE_Q, query_len - first)
     offs_row = tl.arange(0, TILE_ROWS)
     offs_d = tl.arange(0, TILE_D)
-    tokens = first + offs_row // GROUP
-    positions = seq_len - query_len + tokens
-    row_mask = (offs_row < TILE_Q * GROUP) & (tokens < query_len)
-    mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
-    out_tokens = (query_begin + tokens).to(tl.int64)
+    tokens = first + tl.minimum(offs_row // GROUP, num_tokens - 1)
     heads = head * GROUP + offs_row % GROUP
-    query_rows = out_tokens * stride_query_token + heads.to(tl.int64) * stride_query_head
-    query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
-    row_max = tl.full([TILE_ROWS], LOWEST, tl.float32)
-    row_sum = tl.zeros([TILE_ROWS], tl.float32)
-    acc = tl.zeros([TILE_ROWS, TILE_D], tl.float32)
+    query_rows = (query_begin + tokens).to(tl.int64) * stride_query_token + heads.to(tl.int64) * stride_query_head
+    query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=offs_d[None, :] < HEAD_DIM, other=0.0)
 
     # The tile sees the keys key_begin .. key_end, and all of its rows see the tiles full_begin .. full_end.
-    position = seq_len - query_len + first
-    last_position = position + tl.minimum(TILE_Q, query_len - first) - 1
+    row_end = seq_len - query_len + tokens + 1
+    first_end = seq_len - query_len + first + 1
+    key_end = first_end + num_tokens - 1
+    full_end = tl.maximum(first_end, 0) // TILE_KV * TILE_KV
+    row_begin = tl.zeros([TILE_ROWS], tl.int32)
     key_begin = 0
-    key_end = last_position + 1
     full_begin = 0
-    full_end = tl.maximum(position + 1, 0) // TILE_KV * TILE_KV
     if HAS_WINDOW:
-        key_begin = tl.maximum(position - window + 1, 0)
-        full_begin = tl.cdiv(tl.maximum(last_position - window + 1, 0), TILE_KV) * TILE_KV
-        full_begin = tl.minimum(full_begin, full_end)
-        for start in tl.range(key_begin // TILE_KV * TILE_KV, full_begin, TILE_KV, num_stages=1):
-            row_max, row_sum, acc = _attend_tile(
-                query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, positions, window, head, inner, outer, row_max, row_sum, acc,
-                True, HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_KV, TILE_D, INTERPRET,
-            )  # fmt: skip
-    for start in tl.range(full_begin, full_end, TILE_KV, num_stages=NUM_STAGES):
-        row_max, row_sum, acc = _attend_tile(
-            query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, positions, window, head, inner, outer, row_max, row_sum, acc,
-            False, HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_KV, TILE_D, INTERPRET,
-        )  # fmt: skip
-    for start in tl.range(full_end, key_end, TILE_KV, num_stages=1):
-        row_max, row_sum, acc = _attend_tile(
-            query, k_ptr, v_ptr, table_ptr, start, key_begin, key_end, positions, window, head, inner, outer, row_max, row_sum, acc,
-            True, HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_KV, TILE_D, INTERPRET,
-        )  # fmt: skip
+        row_begin = row_end - window
+        key_begin = tl.maximum(first_end - window, 0)
+        full_begin = tl.cdiv(tl.maximum(key_end - window, 0), TILE_KV) * TILE_KV
+    row_max, row_sum, acc = attend_rows(
+        query, k_ptr, v_ptr, table_ptr, row_begin, row_end, key_begin, full_begin, full_end, key_end, head, inner, outer,
+        HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KV, TILE_D, NUM_STAGES, INTERPRET,
+    )  # fmt: skip
 
     out, lse = softmax_end(row_max, row_sum, acc)
-    out_rows = out_tokens * (NUM_KV_HEADS * GROUP) + heads
-    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], cast(out, out_ptr.dtype.element_ty, INTERPRET), mask=mask)
+    row_mask = offs_row < num_tokens * GROUP
+    out_rows = ((query_begin + tokens) * (NUM_KV_HEADS * GROUP) + heads).to(tl.int64)
+    out_offs = out_rows[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptr + out_offs, cast(out, out_ptr.dtype.element_ty, INTERPRET), mask=row_mask[:, None] & (offs_d[None, :] < HEAD_DIM))
     tl.store(lse_ptr + out_rows, lse, mask=row_mask)
 
 
@@ -239,24 +139,58 @@ def prefill_attention(
     shape = check_attention(name, query, k_pool, v_pool, block_table, seq_lens, cu_query_lens, sliding_window, softcap)
     check_outputs(name, query, out, lse)
     check_runs_here(name, _prefill_kernel, query)
-    config = prefill_config(shape.head_dim, shape.group, query.dtype, shape.block_size, current_arch(query))
-    inner, outer = score_factors(name, scale, softcap)
+    has_window = sliding_window is not None
+    config = prefill_config(shape.head_dim, shape.group, query.dtype, shape.block_size, current_arch(query), has_window=has_window)
     if plan is None:
-        plan = work_from_tensors(
-            block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="triton", tile_q=config.tile_q, chunk=0
+        layout = layout_for(
+            shape.head_dim, shape.group, query.dtype, shape.block_size, shape.num_kv_heads, current_arch(query), multiprocessors(query)
         )
-    tiles = plan.prefill_tiles
-    if tiles is None or plan.tile_q != config.tile_q or sum(plan.query_lens) != shape.num_tokens:
+        plan = work_from_tensors(
+            block_table, cu_query_lens, seq_lens, block_size=shape.block_size, backend="triton", layout=layout, window=sliding_window
+        )
+    if plan.prefill_tiles is None or plan.tile_q != config.tile_q or sum(plan.query_lens) != shape.num_tokens:
         raise ValueError(
             f"{name}: plan must hold prefill tiles of {config.tile_q} tokens for {shape.num_tokens} query tokens, "
             f"got tiles of {plan.tile_q} for {sum(plan.query_lens)}"
         )
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if lse is None else lse
+    tensors = (query, k_pool, v_pool, block_table)
+    _launch_tiles(
+        config, plan.prefill_tiles, *tensors, cu_query_lens, seq_lens, out, lse, scale=scale, sliding_window=sliding_window, softcap=softcap
+    )
+    if plan.ends is not None:
+        part_out, part_lse = plan.partials(shape.num_heads, shape.head_dim)
+        launch_wide(plan, *tensors, plan.ends, part_out, part_lse, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        launch_narrow(plan, *tensors, plan.ends, part_out, part_lse, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        launch_merge(plan, part_out, part_lse, out, lse)
+    return out, lse
+
+
+def _launch_tiles(
+    config: PrefillConfig,
+    tiles: Tensor,
+    query: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    cu_query_lens: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> None:
+    """Compute the rows of the query tiles `[num_tiles, 2]`, straight into out and lse; the other arguments as in prefill_attention."""
     if tiles.shape[0] == 0:
-        return out, lse
+        return
+    num_heads, head_dim = query.shape[1:]
+    num_kv_heads, block_size = k_pool.shape[1:3]
+    inner, outer = score_factors("prefill_attention", scale, softcap)
     with torch.cuda.device_of(query):
-        _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads,)](
+        _prefill_kernel[(tiles.shape[0] * num_kv_heads,)](
             out,
             lse,
             query,
@@ -274,10 +208,10 @@ def prefill_attention(
             block_table.stride(0),
             HAS_WINDOW=sliding_window is not None,
             HAS_SOFTCAP=softcap is not None,
-            NUM_KV_HEADS=shape.num_kv_heads,
-            GROUP=shape.group,
-            HEAD_DIM=shape.head_dim,
-            BLOCK_SIZE=shape.block_size,
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=num_heads // num_kv_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_SIZE=block_size,
             TILE_Q=config.tile_q,
             TILE_ROWS=config.tile_rows,
             TILE_KV=config.tile_kv,
@@ -287,4 +221,3 @@ def prefill_attention(
             num_warps=config.num_warps,
             enable_fp_fusion=True,
         )
-    return out, lse

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from radixkv.kernels import prefill, reference, tiles
-from radixkv.kernels.configs import prefill_config
-from radixkv.kernels.work import build_work
+from radixkv.kernels import decode, extend, merge, prefill, reference, tiles
+from radixkv.kernels.configs import layout_for
+from radixkv.kernels.work import Work, build_work
 from radixkv.testing import PagedBatch, assert_attention_close, paged_batch, untouched_pool
 
 GROUPS = [1, 3, 5, 6, 7, 8]
@@ -166,26 +167,82 @@ def test_addresses_beyond_int32_are_met() -> None:
     assert all(torch.equal(one, other) for one, other in zip(run(large), run(small), strict=True))
 
 
+def plan_of(batch: PagedBatch, **options: Any) -> Work:
+    """Build the work of a batch of prompts beforehand."""
+    num_heads, head_dim = batch.query.shape[1:]
+    num_kv_heads, block_size = batch.k_pool.shape[1:3]
+    layout = layout_for(head_dim, num_heads // num_kv_heads, batch.query.dtype, block_size, num_kv_heads)
+    query_lens = batch.cu_query_lens.diff().tolist()
+    table, lens = batch.block_table.cpu().numpy(), batch.seq_lens.tolist()
+    options = {"phases": "prefill", "backend": "triton", "layout": layout, **options}
+    return build_work(table, query_lens, lens, device=batch.query.device, **options)
+
+
 def test_a_given_plan_gives_the_same() -> None:
     batch = paged_batch([3, 70, 0, 1], [20, 3, 5, 33])
-    tile_q = prefill_config(64, 2, torch.float32, 16).tile_q
-    plan = build_work(
-        [[]] * 4, [3, 70, 0, 1], [23, 73, 5, 34], phase="prefill", backend="triton", tile_q=tile_q, chunk=0, device=batch.query.device
-    )
-    assert all(torch.equal(one, other) for one, other in zip(run(batch, plan=plan), run(batch), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(run(batch, plan=plan_of(batch)), run(batch), strict=True))
 
 
 def test_a_plan_for_other_tiles_or_tokens_is_refused() -> None:
     batch = paged_batch([3], [20])
-    for tile_q, query_len in ((4, 3), (16, 2)):
-        plan = build_work(
-            [[]], [query_len], [23], phase="prefill", backend="triton", tile_q=tile_q, chunk=0, device=batch.query.device
-        )
+    fewer = plan_of(paged_batch([2], [20]))
+    other_heads = plan_of(paged_batch([3], [20], num_heads=2))
+    for plan in (fewer, other_heads, build_work([[0]], [3], [23], phases="prefill", backend="torch", device=batch.query.device)):
         with pytest.raises(ValueError, match="plan must hold prefill tiles of 16 tokens for 3 query tokens, got tiles of"):
             run(batch, plan=plan)
-    torch_plan = build_work([[0]], [3], [23], phase="prefill", backend="torch", tile_q=16, chunk=0, device=batch.query.device)
-    with pytest.raises(ValueError, match="plan must hold prefill tiles"):
-        run(batch, plan=torch_plan)
+
+
+@pytest.mark.parametrize(("window", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (1500, torch.float16)])
+def test_a_short_extension_of_a_long_prefix_is_split(window: int | None, dtype: torch.dtype) -> None:
+    """Beside a cold prompt and an empty sequence in one batch: its rows come from the merge, the others' straight from the tiles."""
+    batch = paged_batch([20, 0, 5], [0, 3, 2100], num_heads=4, num_kv_heads=1, sliding_window=window, dtype=dtype)
+    plan = plan_of(batch, window=window)
+    assert plan.wide is not None and plan.prefill_tiles is not None and plan.prefill_tiles.shape[0] > 0
+    assert_matches_reference(batch, plan=plan, sliding_window=window)
+    assert_matches_reference(batch, sliding_window=window)
+
+
+def test_a_mixed_step_carries_generated_tokens_too() -> None:
+    """Generated tokens take the narrow kernel, prompt tokens the tiles, in one call."""
+    batch = paged_batch([1, 20, 1], [300, 10, 40])
+    plan = plan_of(batch, phases=["decode", "prefill", "decode"])
+    assert plan.narrow is not None
+    assert_matches_reference(batch, plan=plan)
+    direct = run(batch, plan=plan_of(batch, exact=True))
+    mixed = run(batch, plan=plan)
+    assert all(torch.equal(one[1:21], other[1:21]) for one, other in zip(mixed, direct, strict=True))
+
+
+class _Launch:
+    """Stands for a kernel and notes that it was launched."""
+
+    def __init__(self, name: str, launched: list[str]):
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: self.launched.append(self.name)
+
+
+class _Refuse(TorchDispatchMode):
+    """Fails on any torch operation, allocations and copies included."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} was called")
+
+
+def test_a_call_with_a_plan_neither_allocates_nor_reads_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured graph needs, once a first call has made the partials that all layers share."""
+    batch = paged_batch([20, 3, 1], [0, 2100, 30], num_heads=4, num_kv_heads=1)
+    plan = plan_of(batch, phases=["prefill", "prefill", "decode"])
+    out, lse = run(batch, plan=plan)
+    launched: list[str] = []
+    for module, kernel in (
+        (prefill, "_prefill_kernel"), (extend, "_extend_kernel"), (decode, "_decode_kernel"), (merge, "_merge_kernel")
+    ):  # fmt: skip
+        monkeypatch.setattr(module, kernel, _Launch(kernel, launched))
+    with _Refuse():
+        prefill.prefill_attention(*batch.prefill_args(), scale=batch.scale, plan=plan, out=out, lse=lse)
+    assert launched == ["_prefill_kernel", "_extend_kernel", "_decode_kernel", "_merge_kernel"]
 
 
 def test_no_new_tokens_at_all_is_fine() -> None:
