@@ -45,6 +45,7 @@ class Backend:
         self._store, self._prefill, self._decode, self._advance = (
             import_module(f"radixkv.kernels.{module}") for module in ("store", "prefill", "decode", "advance")
         )
+        import_module("radixkv.kernels.compile_cache").use_writable_cache()
         tiles, keys = import_module("radixkv.kernels.tiles"), pool.keys[0]
         self._layout = layout_for(
             pool.head_dim,
