@@ -43,22 +43,25 @@ class Capacity:
     """Fixed sizes of the tensors of a decode step's work, so that one can be copied into another's addresses.
 
     Attributes:
-        num_tokens: tokens of the step. num_items: items of either kernel. num_partials: partials, of which each entry writes one.
+        num_tokens: tokens of the step.
+        num_narrow, num_wide: items of either kernel; 0: it never runs.
+        num_partials: partials, of which each entry writes one.
     """
 
     num_tokens: int
-    num_items: int
+    num_narrow: int
+    num_wide: int
     num_partials: int
 
     @classmethod
     def for_decode(cls, num_seqs: int, max_len: int, layout: Layout, *, exact: bool = False) -> Capacity:
         """Return what holds any decode step of up to num_seqs sequences of up to max_len tokens."""
-        chunks = num_seqs * -(-max_len // layout.chunk)
         if exact:
-            return cls(num_seqs, chunks, chunks)
+            chunks = num_seqs * -(-max_len // layout.chunk)
+            return cls(num_seqs, chunks, 0, chunks)
         ranges = num_seqs + MOST_ROUNDS * -(-layout.narrow_slots // layout.num_kv_heads)
         # Shared ranges are few, but each costs every sequence a partial; a tree that needs more is attended to flat.
-        return cls(num_seqs, ranges + num_seqs, ranges + 8 * num_seqs)
+        return cls(num_seqs, ranges + num_seqs, ranges, ranges + 8 * num_seqs)
 
 
 @dataclass(frozen=True)
@@ -262,9 +265,10 @@ def _table(block_tables: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
 
 def _fits(lists: ItemLists, capacity: Capacity) -> bool:
     return (
-        max(len(lists.narrow), len(lists.wide)) <= capacity.num_items
+        len(lists.merge_tokens) <= capacity.num_tokens
+        and len(lists.narrow) <= capacity.num_narrow
+        and len(lists.wide) <= capacity.num_wide
         and lists.num_partials <= capacity.num_partials
-        and len(lists.merge_tokens) <= capacity.num_tokens
     )
 
 
@@ -278,14 +282,14 @@ def _upload(
     device: torch.device | str,
 ) -> Work:
     """Put item lists on the device in one copy, in tensors as large as the capacity, if there is one, asks for."""
+    needed = Capacity(len(lists.merge_tokens), len(lists.narrow), len(lists.wide), lists.num_partials)
     if capacity is not None and not _fits(lists, capacity):
-        needed = (len(lists.merge_tokens), max(len(lists.narrow), len(lists.wide)), lists.num_partials)
-        raise ValueError(f"build_work: capacity must hold {needed} tokens, items and partials, got {capacity}")
-    sizes = capacity or Capacity(len(lists.merge_tokens), -1, lists.num_partials)
+        raise ValueError(f"build_work: capacity must be {needed} or more, got {capacity}")
+    sizes = capacity or needed
     # (name, array, rows that its tensor has at least)
     parts = [
-        ("narrow", lists.narrow, sizes.num_items),
-        ("wide", lists.wide, sizes.num_items),
+        ("narrow", lists.narrow, sizes.num_narrow),
+        ("wide", lists.wide, sizes.num_wide),
         ("entry_tokens", lists.entry_tokens, sizes.num_partials),
         ("entry_partials", lists.entry_partials, sizes.num_partials),
         ("merge_tokens", lists.merge_tokens, sizes.num_tokens),

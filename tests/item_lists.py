@@ -106,7 +106,15 @@ def cached_slots(table: np.ndarray, lens: np.ndarray, block_size: int) -> set[in
     return slots
 
 
-def forest_batch(table: np.ndarray, lens: np.ndarray, layout: Layout, *, query_lens: list[int] | None = None, seed: int = 0) -> PagedBatch:
+def forest_batch(
+    table: np.ndarray,
+    lens: np.ndarray,
+    layout: Layout,
+    *,
+    query_lens: list[int] | None = None,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> PagedBatch:
     """Return a float32 batch over the given block tables; every slot that holds no token is NaN."""
     generator = torch.Generator().manual_seed(seed)
     new = [1] * len(lens) if query_lens is None else query_lens
@@ -118,16 +126,17 @@ def forest_batch(table: np.ndarray, lens: np.ndarray, layout: Layout, *, query_l
         values = torch.randn((len(slots), layout.num_kv_heads, layout.head_dim), generator=generator)
         pool[slots // layout.block_size, :, slots % layout.block_size] = values
     empty = torch.zeros((0, layout.num_kv_heads, layout.head_dim))
+    query = torch.randn((sum(new), num_heads, layout.head_dim), generator=generator)
     return PagedBatch(
-        query=torch.randn((sum(new), num_heads, layout.head_dim), generator=generator),
-        key=empty,
-        value=empty,
-        slots=torch.zeros(0, dtype=torch.int64),
-        k_pool=pools[0],
-        v_pool=pools[1],
-        block_table=torch.from_numpy(table),
-        cu_query_lens=torch.tensor([0, *new]).cumsum(0).int(),
-        seq_lens=torch.tensor(lens, dtype=torch.int32),
+        query=query.to(device),
+        key=empty.to(device),
+        value=empty.to(device),
+        slots=torch.zeros(0, dtype=torch.int64, device=device),
+        k_pool=pools[0].to(device),
+        v_pool=pools[1].to(device),
+        block_table=torch.from_numpy(table).to(device),
+        cu_query_lens=torch.tensor([0, *new]).cumsum(0).int().to(device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32).to(device),
         scale=layout.head_dim**-0.5,
     )
 

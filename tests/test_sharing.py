@@ -5,12 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from radixkv.kernels import reference
 from radixkv.kernels.configs import layout_for
+from radixkv.kernels.decode import launch_narrow
+from radixkv.kernels.extend import launch_wide
 from radixkv.kernels.items import ItemLists, Layout, decode_items
+from radixkv.kernels.merge import launch_merge
 from radixkv.kernels.work import build_work
-from radixkv.testing import assert_attention_close
+from radixkv.testing import assert_attention_close, kernel_device
 from tests.item_lists import (
     BEST_OF_8,
     FEW_SHOT,
@@ -187,3 +191,55 @@ def test_lists_serve_while_sequences_grow() -> None:
     assert all(length < limit for length, limit in zip(grown.tolist(), work.rebuild_at, strict=True))
     expected = reference.decode_attention(*batch.double().decode_args(), scale=batch.scale)
     assert_attention_close(*attend_lists(work, batch, made), *expected, torch.float32)
+
+
+class Touches:
+    """How often the kernels load the first channel of each key of K/V head 0, as Triton's interpreter sees it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: torch.Tensor):
+        self.counts = np.zeros((pool.shape[0], pool.shape[2]), dtype=np.int64)
+        load = InterpreterBuilder.create_masked_load
+        begin, strides = pool.data_ptr(), pool.stride()
+
+        def counting(builder, ptrs, mask, *options):
+            offsets = (ptrs.data.astype(np.int64) - begin)[np.broadcast_to(mask.data, ptrs.data.shape)] // pool.element_size()
+            offsets = offsets[(offsets >= 0) & (offsets < pool.numel())]
+            blocks, rest = np.divmod(offsets, strides[0])
+            first = (rest < strides[1]) & (rest % strides[2] == 0)
+            np.add.at(self.counts, (blocks[first], rest[first] // strides[2]), 1)
+            return load(builder, ptrs, mask, *options)
+
+        monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counting)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_kernels_touch_each_block_as_often_as_the_list_says(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted a second time, where the loads are: 12 rows of 12 heads over 576 shared tokens, which take two tiles of rows, and pairs of
+    them over 192 more. On a GPU, where loads are not seen, the result is checked alone."""
+    made = layout_for(64, 12, torch.float16, block_size, 2)
+    table, lens = forest([(576, [(192, [(64, None)] * 2)] * 6), (128, None)], block_size)
+    device = kernel_device()
+    batch = forest_batch(table, lens, made, device=device)
+    query, k_pool, v_pool = batch.query.half(), batch.k_pool.half(), batch.v_pool.half()
+    work = build_work(table, [1] * 13, lens.tolist(), phases="decode", backend="triton", layout=made, device=device)
+    lists = decode_items(table, lens, made)
+    assert sorted(lists.wide[:, 1].tolist()) == [16, *[24] * 6, 128] and len(range_rows(lists, made)) == 7
+    expected = np.zeros((k_pool.shape[0], block_size), dtype=np.int64)
+    for items in (lists.narrow, lists.wide):
+        for _, _, seq, first, end in items.tolist():
+            keys = np.arange(first, min(end, lens[seq]))
+            np.add.at(expected, (table[seq, keys // block_size], keys % block_size), 1)
+    assert expected.sum() == lists.loaded_keys and expected.max() == 2
+
+    touches = [Touches(monkeypatch, pool) for pool in (k_pool, v_pool)]
+    part_out, part_lse = work.partials(24, 64)
+    arguments = (work, query, k_pool, v_pool, batch.block_table, batch.seq_lens, part_out, part_lse)
+    for launch in (launch_narrow, launch_wide):
+        launch(*arguments, scale=batch.scale, sliding_window=None, softcap=None)
+    assert device.type != "cpu" or all(np.array_equal(touched.counts, expected) for touched in touches)
+    out, lse = torch.empty_like(query), torch.empty(query.shape[:2], device=device)
+    launch_merge(work, part_out, part_lse, out, lse)
+    wanted = reference.decode_attention(
+        query.double(), k_pool.double(), v_pool.double(), batch.block_table, batch.seq_lens, scale=batch.scale
+    )
+    assert_attention_close(out, lse, *wanted, torch.float16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,8 @@ def test_a_step_of_decode_rows_listed_one_by_one_is_a_mixed_step() -> None:
 def test_works_of_one_capacity_are_copied_into_one_another(exact: bool) -> None:
     capacity = Capacity.for_decode(8, 4000, LAYOUT, exact=exact)
     first = build([1] * 2, [40, 3000], "decode", np.arange(400, dtype=np.int32).reshape(2, 200), capacity=capacity, exact=exact)
-    addresses = [first.storage.data_ptr(), first.narrow.items.data_ptr(), first.wide.count.data_ptr()]  # type: ignore[union-attr]
+    assert (first.wide is None) == exact and first.storage is not None and first.narrow is not None and first.merge_count is not None
+    addresses = [tensor.data_ptr() for tensor in (first.storage, first.narrow.items, first.narrow.count, first.merge_count)]
     partials = first.partials(4, 64)
     forests: list[list[Tree]] = [[(1500, [(300, None)] * 8)], [(5, None), (3999, None)], [(9, None)] * 8]
     for seed, trees in enumerate(forests):
@@ -170,7 +172,8 @@ def test_works_of_one_capacity_are_copied_into_one_another(exact: bool) -> None:
         batch = forest_batch(table, lens, LAYOUT)
         other = build([1] * len(lens), lens.tolist(), "decode", table, capacity=capacity, exact=exact)
         first = first.refill(other)
-        assert [first.storage.data_ptr(), first.narrow.items.data_ptr(), first.wide.count.data_ptr()] == addresses  # type: ignore[union-attr]
+        kept = (first.storage, first.narrow.items, first.narrow.count, first.merge_count)  # type: ignore[union-attr]
+        assert [tensor.data_ptr() for tensor in kept] == addresses  # type: ignore[union-attr]
         assert first.partials(4, 64)[0] is partials[0]
         assert (first.seq_lens, first.rebuild_at) == (lens.tolist(), other.rebuild_at)
         expected = reference.decode_attention(*batch.double().decode_args(), scale=batch.scale)
@@ -186,17 +189,17 @@ def test_capacities_hold_any_decode_step() -> None:
             build([1] * 16, lens.tolist(), "decode", np.arange(16 * 512, dtype=np.int32).reshape(16, -1), capacity=capacity)
     # All of them share, in a tree that would need more partials than there are: it is attended to flat.
     table, lens = forest([(8000, [(100, None)] * 16)], 16)
-    small = Capacity(16, capacity.num_items, capacity.num_partials - 8 * 16)
+    small = replace(capacity, num_partials=capacity.num_partials - 8 * 16)
     work = build([1] * 16, lens.tolist(), "decode", table, capacity=small)
     assert work.narrow is not None and int(work.narrow.items[: int(work.narrow.count), 1].max()) == 1
 
 
 def test_what_a_capacity_does_not_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="capacity must hold"):
-        build([1], [9000], "decode", np.zeros((1, 600), np.int32), capacity=Capacity(1, 4, 4), exact=True)
+    with pytest.raises(ValueError, match="capacity must be"):
+        build([1], [9000], "decode", np.zeros((1, 600), np.int32), capacity=Capacity(1, 4, 4, 4), exact=True)
     with pytest.raises(ValueError, match="only a decode step has a capacity"):
-        build([2], [9], "prefill", capacity=Capacity(1, 4, 4))
-    small, large = (build([1], [9], "decode", capacity=Capacity(1, size, size)) for size in (4, 8))
+        build([2], [9], "prefill", capacity=Capacity(1, 4, 4, 4))
+    small, large = (build([1], [9], "decode", capacity=Capacity(1, size, 0, size)) for size in (4, 8))
     with pytest.raises(ValueError, match="Work.refill: capacities must be equal"):
         small.refill(large)
 
