@@ -16,6 +16,7 @@ from bench.gpu_cases import Case, Heads, build_case, flat, shared
 from bench.gpu_report import Report
 from bench.gpu_timing import Deadline
 from radixkv.kernels import decode, prefill, reference, store
+from radixkv.kernels.merge import merge_partials
 from radixkv.kernels.work import Capacity, Work
 from radixkv.testing import OUT_TOLERANCE, assert_attention_close, attention_error, kernel_device, paged_batch
 
@@ -54,7 +55,7 @@ DRY_KINDS = (Kind(Heads(6, 2, 64), torch.float32, 16), Kind(Heads(4, 1, 80), tor
 
 
 def check_kernels(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> None:
-    """Compare attention and the kernels that move K/V with the reference in float64.
+    """Compare attention, merge and the kernels that move K/V with the reference in float64.
 
     On a GPU kinds of heads are checked in processes of their own, four at a time, because nearly all of the time is compilation.
     """
@@ -86,7 +87,10 @@ def check_kernels(report: Report, deadline: Deadline, *, seed: int, dry: bool) -
 def check_kind(kind: Kind, seed: int, dry: bool) -> list[Outcome]:
     """Compare every kernel with the reference for one kind of heads."""
     size = 1 if dry else 40
-    outcomes = [_guarded(f"store, rope, copy: {kind}", partial(_check_moves, kind, seed))]
+    outcomes = [
+        _guarded(f"store, rope, copy: {kind}", partial(_check_moves, kind, seed)),
+        _guarded(f"merge: {kind}", partial(_check_merge, kind, seed)),
+    ]
     # Cold and warm prompts, chunks of prompts, short extensions of long prefixes; decode of empty, short and long rows.
     for name, query_lens, prefix_lens in (
         ("cold prefill", [7 * size, 1, 3 * size, 0], [0, 0, 0, 5]),
@@ -200,7 +204,7 @@ def _check_attention(kind: Kind, query_lens: list[int], prefix_lens: list[int], 
         seed=seed,
         sliding_window=kind.sliding_window,
     )
-    options = {"scale": batch.scale, "sliding_window": kind.sliding_window, "softcap": kind.softcap}
+    options: dict[str, Any] = {"scale": batch.scale, "sliding_window": kind.sliding_window, "softcap": kind.softcap}
     out = torch.full_like(batch.query, float("nan"))
     lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
     if all(query_len == 1 for query_len in query_lens):
@@ -251,6 +255,19 @@ def _check_moves(kind: Kind, seed: int) -> str:
     for pair, same in zip(ours, wanted, strict=True):
         assert torch.equal(pair[0], same[0]) and torch.equal(pair[1], same[1]), "pools differ"
     return "equal bits"
+
+
+def _check_merge(kind: Kind, seed: int) -> str:
+    """Compare merge_partials with the reference, rows of some and of only empty partials included."""
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.randn((37, kind.heads.num_heads, kind.heads.head_dim), generator=generator)
+    lse = 5 * torch.randn(out.shape[:2], generator=generator)
+    empty = torch.rand(lse.shape, generator=generator) < 0.3
+    empty[:, 0] = True
+    out, lse = out.masked_fill(empty[..., None], 0.0).to(kernel_device()), lse.masked_fill(empty, float("-inf")).to(kernel_device())
+    got, wanted = merge_partials(out, lse), reference.merge_partials(out.double(), lse.double())
+    assert_attention_close(got[0][None], got[1][None], wanted[0][None], wanted[1][None], torch.float32)
+    return f"off by {attention_error(*(merged[0] for merged in (got, wanted))):.1e}"
 
 
 def _guarded(name: str, check: Callable[[], str]) -> Outcome:

@@ -103,11 +103,11 @@ def _compare(
             continue
         try:
             run = make_ready()
-            error = attention_error(run(), ours)
-            if not error <= _PEER_FACTOR * OUT_TOLERANCE[case.query.dtype]:
-                report.missing(name, what, f"its result differs from ours by {error:.1e}")
+            difference = attention_error(run(), ours)
+            if not difference <= _PEER_FACTOR * OUT_TOLERANCE[case.query.dtype]:
+                report.missing(name, what, f"its result differs from ours by {difference:.1e}")
                 continue
-            report.time(name, what, asdict(time_function(run, flush=True)), **_figures(case), error=error)
+            report.time(name, what, asdict(time_function(run, flush=True)), **_figures(case), difference=difference)
         except NotAtHand as reason:
             report.missing(name, what, str(reason))
         except Exception as error:
