@@ -16,7 +16,7 @@ from radixkv.kernels.work import Work
 from radixkv.testing import OUT_TOLERANCE, attention_error
 
 QWEN_7B, QWEN_05B, DRY_HEADS = Heads(28, 4, 128), Heads(14, 2, 64), Heads(6, 2, 64)
-# What a peer that rounds elsewhere may differ from us by: twice what each may be off.
+# A peer may differ from us by what each may be off, and half of that for rounding more often than we do.
 _PEER_FACTOR = 2.5
 
 
