@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -178,22 +179,24 @@ def build_work(
             capacity.
     """
     num_seqs = len(seq_lens)
-    phase_list = [phases] * num_seqs if isinstance(phases, str) else list(phases)
-    if not len(block_tables) == len(query_lens) == num_seqs == len(phase_list):
+    num_phases = num_seqs if isinstance(phases, str) else len(phases)
+    if not len(block_tables) == len(query_lens) == num_seqs == num_phases:
         raise ValueError(
             f"build_work: lists must be of one length, got {len(block_tables)} block_tables, "
-            f"{len(query_lens)} query_lens, {num_seqs} seq_lens, {len(phase_list)} phases"
+            f"{len(query_lens)} query_lens, {num_seqs} seq_lens, {num_phases} phases"
         )
-    if any(phase == "decode" and query_len != 1 for phase, query_len in zip(phase_list, query_lens, strict=True)):
+    new, lens = np.array(query_lens, dtype=np.int64), np.array(seq_lens, dtype=np.int64)
+    if isinstance(phases, str):
+        decoding = np.full(num_seqs, phases == "decode")
+    else:
+        decoding = np.array([phase == "decode" for phase in phases], dtype=bool)
+    if (new[decoding] != 1).any():
         raise ValueError("build_work: query_lens must all be 1 in decode")
-    lens = np.array(seq_lens, dtype=np.int64)
     if backend == "torch":
         block_ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in block_tables]
-        return Work(list(query_lens), lens.tolist(), block_ids)
+        return Work(new.tolist(), lens.tolist(), block_ids)
     if layout is None:
         raise ValueError("build_work: the triton backend needs a layout, got None")
-    new = np.array(query_lens, dtype=np.int64)
-    decoding = np.array([phase == "decode" for phase in phase_list], dtype=bool)
     if capacity is not None and phases != "decode":
         raise ValueError("build_work: only a decode step has a capacity, got prompt tokens")
     ends = None
@@ -301,15 +304,16 @@ def _upload(
         ("merge_count", np.array([len(lists.merge_tokens)]), 0),
     ]
     shapes = {name: (max(len(array), least), *array.shape[1:]) for name, array, least in parts}
-    # Each begins at a multiple of 16 bytes.
-    begins = np.cumsum([0, *(-(-math.prod(shape) // 4) * 4 for shape in shapes.values())]).tolist()
-    host = np.zeros(begins[-1], dtype=np.int32)
+    # Each begins at a multiple of 16 bytes: sizes and gaps in turn.
+    pieces = [length for shape in shapes.values() for length in (math.prod(shape), -math.prod(shape) % 4)]
+    host = np.zeros(sum(pieces), dtype=np.int32)
+    begins = [0, *accumulate(pieces)][::2]
     for (_, array, _), begin in zip(parts, begins, strict=False):
         host[begin : begin + array.size] = array.ravel()
     storage = torch.from_numpy(host).to(device)
-    views = {
-        name: storage[begin : begin + math.prod(shape)].view(shape) for (name, shape), begin in zip(shapes.items(), begins, strict=False)
-    }
+    views = dict(zip(shapes, storage.split(pieces)[::2], strict=True))
+    for name in ("narrow", "wide", "prefill_tiles"):
+        views[name] = views[name].view(shapes[name])
     return Work(
         query_lens,
         seq_lens,
