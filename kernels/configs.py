@@ -101,11 +101,13 @@ class ConfigCase:
     config: PrefillConfig | DecodeConfig
 
 
+_Launches = dict[tuple[int, int], dict[str, tuple[int, int, int, int]]]
+
 # Rows of a tile of prefill and extend, by (bytes per element, tile_d).
 _TILE_ROWS = {(2, 64): 128, (2, 128): 128, (2, 256): 64, (4, 64): 32, (4, 128): 32, (4, 256): 16}
 
 # Prefill without a window: (bytes per element, tile_d) -> {arch: (tile_kv, num_warps, num_stages, ctas)}
-_PREFILL = {
+_PREFILL: _Launches = {
     # 128 rows to one warpgroup: each load feeds twice the rows, a fifth less to issue per FLOP than with two warpgroups. A key's
     # address comes from the block table, which costs the pipeline two of its stages: with 5 all of the loop runs under a load in
     # flight (sm_90), with 3 or 4 a tenth of it.
@@ -122,16 +124,17 @@ _PREFILL = {
 }
 
 # Prefill with a window, and extend: keys are masked at both ends of a range. What is not here is as above.
-_TWO_ENDED = {
+_TWO_ENDED: _Launches = {
     # The masks of 128 rows spill in one warpgroup, and two with so many registers run alone on a multiprocessor: 11 stages keep 64 KB
     # of loads in flight.
     (2, 64): {"cuda": (64, 8, 11, 1), "cuda_small": (64, 8, 3, 1), "hip": (64, 4, 2, 1)},
 }
 
 # (bytes per element, tile_d) -> {arch: (tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers)}
-_DECODE = {
-    # 16 heads and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. 5 stages: see prefill.
-    (2, 64): {"cuda": (16, 64, 4, 4, 3, 3, None), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+_DECODE: dict[tuple[int, int], dict[str, tuple[int, int, int, int, int, int, int | None]]] = {
+    # 16 rows and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. Block ids are read a trip ahead, so
+    # that 3 stages keep two tiles in flight (sm_90), and 168 registers leave room for three programs.
+    (2, 64): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
     (2, 128): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
     # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
     (2, 256): {"cuda": (16, 32, 2, 4, 5, 3, None), "cuda_small": (16, 32, 2, 4, 5, 1, None), "hip": (16, 32, 2, 4, 1, 2, None)},
@@ -179,8 +182,8 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int
     key = _table_key("decode_config", head_dim, dtype, block_size, arch)
     if group < 1:
         raise ValueError(f"decode_config: group must be at least 1, got {group}")
-    tile_rows, tile_kv, splits, *launch = _DECODE[key][arch]
-    return DecodeConfig(CHUNK, tile_rows, tile_kv, key[1], splits, *launch)
+    tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers = _DECODE[key][arch]
+    return DecodeConfig(CHUNK, tile_rows, tile_kv, key[1], splits, num_warps, num_stages, ctas, max_registers)
 
 
 def layout_for(

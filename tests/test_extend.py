@@ -226,10 +226,11 @@ def test_addresses_beyond_int32_are_met() -> None:
 def test_no_items_is_fine() -> None:
     batch = paged_batch([1], [5])
     work = wide_work(batch, [Range(0, [0], 0, OPEN)])
-    assert work.wide is not None
+    assert work.wide is not None and work.ends is not None
     work.wide.count.zero_()
-    part_out, part_lse = torch.full((3, 4, 64), float("nan")), torch.full((3, 4), float("nan"))
+    device = batch.query.device
+    part_out, part_lse = torch.full((3, 4, 64), float("nan"), device=device), torch.full((3, 4), float("nan"), device=device)
     for some in (work, replace(work, wide=None)):
-        args = (some, batch.query, batch.k_pool, batch.v_pool, batch.block_table, work.ends, part_out.to(batch.query.device))
-        extend.launch_wide(*args, part_lse.to(batch.query.device), scale=1.0, sliding_window=None, softcap=None)
+        args = (some, batch.query, batch.k_pool, batch.v_pool, batch.block_table, work.ends, part_out, part_lse)
+        extend.launch_wide(*args, scale=1.0, sliding_window=None, softcap=None)
     assert bool(part_out.isnan().all()) and bool(part_lse.isnan().all())
