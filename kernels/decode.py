@@ -19,6 +19,7 @@ from torch import Tensor
 
 from radixkv.kernels.checks import check_attention, check_outputs, check_tensor
 from radixkv.kernels.configs import decode_config, layout_for
+from radixkv.kernels.extend import launch_wide
 from radixkv.kernels.merge import launch_merge
 from radixkv.kernels.tiles import (
     LOWEST,
@@ -54,7 +55,7 @@ def _block_ids(
 ):
     """Return the block of the keys start .. start + SPLITS * TILE_W, or of each split of them where a tile spans blocks.
 
-    MASKED where only the keys live_begin .. live_end, some of the tile's, have one.
+    MASKED where only the keys live_begin .. live_end, some of the tile's, have one: splits without such a key get block 0.
     """
     if BLOCK_SIZE >= SPLITS * TILE_W:
         return tl.load(table_ptr + start // BLOCK_SIZE)
@@ -77,8 +78,8 @@ def _attend_tile(
     start,
     live_begin,
     live_end,
-    row_begin,  # [TILE_R]
-    row_end,  # [TILE_R]
+    end,  # [TILE_R]
+    window,
     head,
     inner,
     outer,
@@ -111,41 +112,49 @@ def _attend_tile(
         origin = (block_rows + (start + offs_s) % BLOCK_SIZE) * HEAD_DIM
         rows = tl.broadcast_to(offs_w[None, :], (SPLITS, TILE_W))
         k_ptrs, v_ptrs = (k_ptr + origin)[:, None, None], (v_ptr + origin)[:, None, None]
-    k_offs = rows[:, None, :] * HEAD_DIM + offs_d[None, :, None]
-    v_offs = rows[:, :, None] * HEAD_DIM + offs_d[None, None, :]
+    # Keys are laid out as values are and turned round in shared memory, so that both have the same addresses but for the pool.
+    offs = rows[:, :, None] * HEAD_DIM + offs_d[None, None, :]
 
-    key = load_rows(k_ptrs, k_offs, live[:, None, :], offs_d[None, :, None], MASKED, HEAD_DIM, TILE_D)
+    # A dead key may be NaN, its score is masked. A dead value must not be read, for 0 * NaN is NaN.
+    key = load_rows(k_ptrs, offs, live[:, :, None], offs_d[None, None, :], False, HEAD_DIM, TILE_D)
     # [SPLITS, TILE_R, TILE_D] x [SPLITS, TILE_D, TILE_W]
-    x = dot(query, key, None, INTERPRET)
+    x = dot(query, tl.permute(key, (0, 2, 1)), None, INTERPRET)
     if HAS_SOFTCAP:
         x = tanh(x * inner)
     if MASKED:
-        seen = (keys[:, None, :] >= row_begin[None, :, None]) & (keys[:, None, :] < row_end[None, :, None])
+        # 1 for a row's last key, up to window for its first one.
+        distance = end[None, :, None] - keys[:, None, :]
+        seen = live[:, None, :] & ((distance - 1).to(tl.uint32) < window.to(tl.uint32))
         x = tl.where(seen, x, float("-inf"))
     weights, row_max, row_sum, acc = softmax_step(x, outer, row_max, row_sum, acc)
-    value = load_rows(v_ptrs, v_offs, live[:, :, None], offs_d[None, None, :], MASKED, HEAD_DIM, TILE_D)
+    value = load_rows(v_ptrs, offs, live[:, :, None], offs_d[None, None, :], MASKED, HEAD_DIM, TILE_D)
     # [SPLITS, TILE_R, TILE_W] x [SPLITS, TILE_W, TILE_D]
     acc = dot(cast(weights, value.dtype, INTERPRET), value, acc, INTERPRET)
     return row_max, row_sum, acc
 
 
 @triton.jit
-def _sum_splits(x, SPLITS: tl.constexpr):
-    """Sum [SPLITS, rows, columns], SPLITS a power of two, over its first axis.
+def _add(a, b):
+    return a + b
 
-    Split by split, and not with tl.sum, whose way across warps has a barrier for every register.
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _join_splits(x, COMBINE: tl.constexpr, SPLITS: tl.constexpr):
+    """Reduce the last axis of SPLITS, 2 or 4, elements.
+
+    Half by half, and not with tl.reduce, whose way across warps has a barrier for every register.
     """
-    x = tl.permute(x, (1, 2, 0))
-    if SPLITS == 1:
-        return tl.reshape(x, (x.shape[0], x.shape[1]))
-    elif SPLITS == 2:
-        one, other = tl.split(x)
-        return one + other
-    else:
-        tl.static_assert(SPLITS == 4)
-        one, other = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], 2, 2)))
-        one, other = tl.split(one + other)
-        return one + other
+    tl.static_assert(SPLITS == 2 or SPLITS == 4)
+    if SPLITS == 4:
+        one, other = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))
+        x = COMBINE(one, other)
+    one, other = tl.split(x)
+    return COMBINE(one, other)
 
 
 @triton.jit(do_not_specialize=["window", "stride_query_token", "stride_query_head", "stride_table_seq"])
@@ -181,6 +190,7 @@ def _decode_kernel(
 ):
     HEAD_TILES: tl.constexpr = (GROUP + TILE_R - 1) // TILE_R
     TILE_W: tl.constexpr = TILE_KV // SPLITS
+    EDGE_STAGES: tl.constexpr = 2 if NUM_STAGES > 2 else 1
     offs_r = tl.arange(0, TILE_R)
     offs_d = tl.arange(0, TILE_D)
     num_units = tl.load(count_ptr) * (NUM_KV_HEADS * HEAD_TILES)
@@ -193,65 +203,76 @@ def _decode_kernel(
         key_begin = tl.load(item_ptr + 3)
         key_end = tl.load(item_ptr + 4)
 
-        # Rows of one token are neighbours. A group of more heads than rows has several programs, and one token to an item.
-        row_entry = offs_r // GROUP
-        row_head = offs_r % GROUP
-        if HEAD_TILES > 1:
+        # Row r is of entry r // GROUP and head r % GROUP, here counted through from the first entry's first head. A group of more
+        # heads than rows has several programs, and one entry to an item.
+        if HEAD_TILES == 1:
             row_entry = offs_r * 0
-            row_head = unit % HEAD_TILES * TILE_R + offs_r
-        row_mask = (row_entry < num_entries) & (row_head < GROUP)
-        heads = head * GROUP + row_head
+            for i in tl.static_range(1, (TILE_R - 1) // GROUP + 1):
+                row_entry += (offs_r >= i * GROUP).to(tl.int32)
+            row_mask = row_entry < num_entries
+            heads = head * GROUP + offs_r
+        else:
+            row_entry = offs_r * 0
+            row_mask = unit % HEAD_TILES * TILE_R + offs_r < GROUP
+            heads = head * GROUP + unit % HEAD_TILES * TILE_R + offs_r
         token = tl.load(entry_tokens_ptr + first_entry + row_entry, mask=row_mask, other=0).to(tl.int64)
         end = tl.load(ends_ptr + token, mask=row_mask, other=0)
-        query_rows = token * stride_query_token + heads * stride_query_head
+        query_rows = token * stride_query_token + heads * stride_query_head - row_entry * (GROUP * stride_query_head)
         mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
         query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=mask, other=0.0)
         query = tl.broadcast_to(query[None, :, :], (SPLITS, TILE_R, TILE_D))
 
-        # Some row sees the keys live_begin .. live_end, all rows see all keys of the tiles full_begin .. full_end.
-        row_begin = tl.maximum(key_begin, end - window)
-        row_end = tl.minimum(key_end, end)
-        live_begin = tl.min(tl.where(row_mask, row_begin, key_end), 0)
-        live_end = tl.max(tl.where(row_mask, row_end, 0), 0)
-        full_begin = tl.cdiv(tl.max(tl.where(row_mask, row_begin, key_begin), 0), TILE_KV) * TILE_KV
-        full_end = tl.maximum(tl.min(tl.where(row_mask, row_end, key_end), 0) // TILE_KV * TILE_KV, full_begin)
+        # Some row sees the keys live_begin .. live_end, all rows see all keys of the tiles full_begin .. full_end. The ends are
+        # read once more, one by one, so that the compiler knows these bounds for scalars: it has no registers to spare.
+        first_end = tl.load(ends_ptr + tl.load(entry_tokens_ptr + first_entry))
+        last_end = first_end
+        for i in tl.static_range(1, TILE_R // GROUP):
+            one_end = tl.load(ends_ptr + tl.load(entry_tokens_ptr + first_entry + tl.minimum(i, num_entries - 1)))
+            first_end = tl.minimum(first_end, one_end)
+            last_end = tl.maximum(last_end, one_end)
+        live_begin = tl.maximum(key_begin, first_end - window)
+        live_end = tl.minimum(key_end, last_end)
+        full_begin = tl.cdiv(tl.minimum(tl.maximum(key_begin, last_end - window), live_end), TILE_KV) * TILE_KV
+        full_end = tl.maximum(tl.minimum(key_end, first_end) // TILE_KV * TILE_KV, full_begin)
+        first_tile = tl.where(live_begin < live_end, live_begin // TILE_KV * TILE_KV, full_begin)
         row_max = tl.full([SPLITS, TILE_R], LOWEST, tl.float32)
         row_sum = tl.zeros([SPLITS, TILE_R], tl.float32)
         acc = tl.zeros([SPLITS, TILE_R, TILE_D], tl.float32)
 
-        for start in tl.range(live_begin // TILE_KV * TILE_KV, tl.minimum(full_begin, live_end), TILE_KV, num_stages=1):
-            blocks = _block_ids(table_ptr, start, live_begin, live_end, True, BLOCK_SIZE, TILE_W, SPLITS)
-            row_max, row_sum, acc = _attend_tile(
-                query, k_ptr, v_ptr, blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
-                row_max, row_sum, acc,
-                True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
-            )  # fmt: skip
-        if full_begin < full_end:
-            # The blocks of a tile are read one trip ahead of its keys, so that the keys' own loads can start early.
-            blocks = _block_ids(table_ptr, full_begin, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
-            for start in tl.range(full_begin, full_end, TILE_KV, num_stages=NUM_STAGES):
-                tile_blocks = blocks
-                ahead = tl.minimum(start + TILE_KV, full_end - TILE_KV)
-                blocks = _block_ids(table_ptr, ahead, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
+        # Masked tiles before the full ones, full tiles, masked tiles after them. Two trips around one masked and one full loop,
+        # of which the second finds no full tile, take fewer registers than three loops.
+        for part in range(2):
+            begin = tl.where(part == 0, first_tile, full_end)
+            stop = tl.where(part == 0, full_begin, live_end)
+            for start in tl.range(begin, stop, TILE_KV, num_stages=EDGE_STAGES):
+                blocks = _block_ids(table_ptr, start, live_begin, live_end, True, BLOCK_SIZE, TILE_W, SPLITS)
                 row_max, row_sum, acc = _attend_tile(
-                    query, k_ptr, v_ptr, tile_blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
+                    query, k_ptr, v_ptr, blocks, start, live_begin, live_end, end, window, head, inner, outer,
                     row_max, row_sum, acc,
-                    False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
+                    True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
                 )  # fmt: skip
-        for start in tl.range(full_end, live_end, TILE_KV, num_stages=1):
-            blocks = _block_ids(table_ptr, start, live_begin, live_end, True, BLOCK_SIZE, TILE_W, SPLITS)
-            row_max, row_sum, acc = _attend_tile(
-                query, k_ptr, v_ptr, blocks, start, live_begin, live_end, row_begin, row_end, head, inner, outer,
-                row_max, row_sum, acc,
-                True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
-            )  # fmt: skip
+            full = tl.where(part == 0, full_begin, full_end)
+            if full < full_end:
+                # The blocks of a tile are read one trip ahead of its keys, so that the keys' own loads can start early.
+                blocks = _block_ids(table_ptr, full, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
+                for start in tl.range(full, full_end, TILE_KV, num_stages=NUM_STAGES):
+                    tile_blocks = blocks
+                    ahead = tl.minimum(start + TILE_KV, full_end - TILE_KV)
+                    blocks = _block_ids(table_ptr, ahead, 0, 0, False, BLOCK_SIZE, TILE_W, SPLITS)
+                    row_max, row_sum, acc = _attend_tile(
+                        query, k_ptr, v_ptr, tile_blocks, start, live_begin, live_end, end, window, head, inner, outer,
+                        row_max, row_sum, acc,
+                        False, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_W, TILE_D, SPLITS, INTERPRET,
+                    )  # fmt: skip
 
         # The splits' softmaxes become one; a split that saw no key has maximum LOWEST and sum 0.
-        top = tl.max(row_max, 0)
+        top = _join_splits(tl.permute(row_max, (1, 0)), _larger, SPLITS)
         shrink = tl.exp2(row_max - top[None, :])
-        out, lse = softmax_end(top, tl.sum(row_sum * shrink, 0), _sum_splits(acc * shrink[:, :, None], SPLITS))
+        row_sum = _join_splits(tl.permute(row_sum * shrink, (1, 0)), _add, SPLITS)
+        acc = _join_splits(tl.permute(acc * shrink[:, :, None], (1, 2, 0)), _add, SPLITS)
+        out, lse = softmax_end(top, row_sum, acc)
         partial = tl.load(entry_partials_ptr + first_entry + row_entry, mask=row_mask, other=0).to(tl.int64)
-        out_rows = partial * (NUM_KV_HEADS * GROUP) + heads
+        out_rows = (partial * NUM_KV_HEADS - row_entry) * GROUP + heads
         tl.store(part_out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
         tl.store(part_lse_ptr + out_rows, lse, mask=row_mask)
 
@@ -310,9 +331,11 @@ def decode_attention(
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if lse is None else lse
     part_out, part_lse = plan.partials(shape.num_heads, shape.head_dim)
-    launch_narrow(
-        plan, query, k_pool, v_pool, block_table, seq_lens, part_out, part_lse, scale=scale, sliding_window=sliding_window, softcap=softcap
-    )
+    for launch in (launch_narrow, launch_wide):
+        launch(
+            plan, query, k_pool, v_pool, block_table, seq_lens, part_out, part_lse,
+            scale=scale, sliding_window=sliding_window, softcap=softcap,
+        )  # fmt: skip
     launch_merge(plan, part_out, part_lse, out, lse)
     return out, lse
 
