@@ -9,7 +9,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from radixkv.kernels import reference
 from radixkv.kernels.configs import layout_for
-from radixkv.kernels.decode import launch_narrow
+from radixkv.kernels.decode import decode_attention, launch_narrow
 from radixkv.kernels.extend import launch_wide
 from radixkv.kernels.items import ItemLists, Layout, decode_items
 from radixkv.kernels.merge import launch_merge
@@ -243,3 +243,15 @@ def test_kernels_touch_each_block_as_often_as_the_list_says(block_size: int, mon
         query.double(), k_pool.double(), v_pool.double(), batch.block_table, batch.seq_lens, scale=batch.scale
     )
     assert_attention_close(out, lse, *wanted, torch.float16)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_decode_attention_runs_all_items_of_a_tree(window: int | None) -> None:
+    """With no plan given the call builds one, and what many rows share is then the wide kernel's."""
+    made = layout_for(64, 7, torch.float32, 16, 2)
+    table, lens = forest([(500, [(100, [(30, None)] * 2)] * 6), (40, None)], 16)
+    assert len(decode_items(table, lens, made, window=window).wide)
+    batch = forest_batch(table, lens, made, device=kernel_device())
+    options = {"scale": batch.scale, "sliding_window": window}
+    out, lse = decode_attention(*batch.decode_args(), **options)
+    assert_attention_close(out, lse, *reference.decode_attention(*batch.double().decode_args(), **options), torch.float32)
