@@ -128,6 +128,8 @@ _TWO_ENDED: _Launches = {
     # The masks of 128 rows spill in one warpgroup, and two with so many registers run alone on a multiprocessor: 11 stages keep 64 KB
     # of loads in flight.
     (2, 64): {"cuda": (64, 8, 11, 1), "cuda_small": (64, 8, 3, 1), "hip": (64, 4, 2, 1)},
+    # Two warpgroups to 64 rows: with a window one alone spills (Triton 3.6), and extend spills less.
+    (2, 256): {"cuda": (32, 8, 5, 1), "cuda_small": (32, 4, 1, 1), "hip": (32, 4, 1, 1)},
 }
 
 # (bytes per element, tile_d) -> {arch: (tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers)}
