@@ -27,7 +27,7 @@ class Step:
     Attributes:
         positions: int64 [T], valid after `begin`.
         fuses_rotation: whether `rotate_and_store` may take the place of `store`.
-        num_stored_layers: layers that stored their K/V so far.
+        num_stored_layers: layers that stored their K/V since then.
     """
 
     plan: Plan | DecodePlan
@@ -41,6 +41,7 @@ class Step:
 
     def begin(self) -> None:
         """On the device: what precedes the layers. It depends on nothing that the host knows, so that it can be captured with them."""
+        self.num_stored_layers = 0
         if isinstance(self.plan, DecodePlan):
             self.plan.advance()
 
@@ -103,7 +104,7 @@ class HeldStep(Step):
         return self._build_plan()
 
     def begin(self) -> None:
-        """Nothing: the host has written all there is."""
+        self.num_stored_layers = 0  # on the device there is nothing to do, the host has written all there is
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         self.num_stored_layers += 1
