@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -252,6 +254,6 @@ def test_decode_attention_runs_all_items_of_a_tree(window: int | None) -> None:
     table, lens = forest([(500, [(100, [(30, None)] * 2)] * 6), (40, None)], 16)
     assert len(decode_items(table, lens, made, window=window).wide)
     batch = forest_batch(table, lens, made, device=kernel_device())
-    options = {"scale": batch.scale, "sliding_window": window}
+    options: dict[str, Any] = {"scale": batch.scale, "sliding_window": window}
     out, lse = decode_attention(*batch.decode_args(), **options)
     assert_attention_close(out, lse, *reference.decode_attention(*batch.double().decode_args(), **options), torch.float32)
