@@ -136,14 +136,14 @@ _TWO_ENDED: _Launches = {
 _DECODE: dict[tuple[int, int], dict[str, tuple[int, int, int, int, int, int, int | None]]] = {
     # 16 rows and 16 keys per warp, the smallest tensor-core dot, each warp with its own softmax. Block ids are read a trip ahead, so
     # that 3 stages keep two tiles in flight (sm_90), and 168 registers leave room for three programs.
-    (2, 64): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
-    (2, 128): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 5, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+    (2, 64): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 3, 2, None), "hip": (16, 64, 4, 4, 1, 2, None)},
+    (2, 128): {"cuda": (16, 64, 4, 4, 3, 3, 168), "cuda_small": (16, 64, 4, 4, 3, 1, None), "hip": (16, 64, 4, 4, 1, 2, None)},
     # Two warps to a softmax: the accumulator of one alone takes half of a warp's registers, and spills.
-    (2, 256): {"cuda": (16, 32, 2, 4, 5, 3, None), "cuda_small": (16, 32, 2, 4, 5, 1, None), "hip": (16, 32, 2, 4, 1, 2, None)},
-    # IEEE fp32, see prefill: 4 heads and two splits shared by 8 warps do not spill, window and softcap included.
-    (4, 64): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
-    (4, 128): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
-    (4, 256): {"cuda": (4, 32, 2, 8, 1, 3, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
+    (2, 256): {"cuda": (16, 32, 2, 4, 3, 2, None), "cuda_small": (16, 32, 2, 4, 3, 1, None), "hip": (16, 32, 2, 4, 1, 2, None)},
+    # IEEE fp32, see prefill: 4 rows and two splits shared by 8 warps do not spill, window and softcap included.
+    (4, 64): {"cuda": (4, 32, 2, 8, 1, 1, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
+    (4, 128): {"cuda": (4, 32, 2, 8, 1, 1, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
+    (4, 256): {"cuda": (4, 32, 2, 8, 1, 1, None), "cuda_small": (4, 32, 2, 8, 1, 1, None), "hip": (4, 32, 2, 8, 1, 2, None)},
 }
 
 
