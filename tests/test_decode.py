@@ -166,6 +166,15 @@ def test_window_at_a_page_border(window: int) -> None:
     assert_matches_reference(batch, chunked(batch, 32), sliding_window=window)
 
 
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_before_the_window_may_be_gone(block_size: int) -> None:
+    """Their entries are -1; one range lies wholly before the window, and ends in the tile in which the window begins."""
+    batch = decode_batch([400, 410], block_size=block_size, sliding_window=70)
+    batch.block_table[:, : (400 - 70) // block_size] = -1
+    ranges = [([seq], first, end) for seq in range(2) for first, end in ((0, 272), (272, 320), (320, 448))]
+    assert_matches_reference(batch, split_work(batch, ranges), sliding_window=70)
+
+
 @pytest.mark.parametrize(
     ("softcap", "window"),
     [pytest.param(2.0, None, id="strong"), pytest.param(50.0, None, id="weak"), pytest.param(2.0, 9, id="with_window")],
