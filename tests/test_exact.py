@@ -52,8 +52,9 @@ def generate(cache: PrefixCache, tables: Tables, prompts: list[list[int]], new: 
         return step.attend(0, query, scale=HEAD_DIM**-0.5, sliding_window=None, softcap=None)[0]
 
     with cache.prompt_step(batch) as step:
-        out = attend(step, step.plan.token_ids.tolist())
-        ends = [*step.plan.starts[1:], step.plan.num_tokens]
+        plan: Any = step.plan
+        out = attend(step, plan.token_ids.tolist())
+        ends = [*plan.starts[1:], plan.num_tokens]
     for row, end in enumerate(ends):
         outputs[row].append(out[end - 1])
     for tokens in zip(*new, strict=True):
