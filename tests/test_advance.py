@@ -10,7 +10,7 @@ import torch
 from radixkv.kernels import advance, reference
 
 
-def rows(lens: list[int], block_size: int, seed: int) -> tuple[torch.Tensor, ...]:
+def rows(lens: list[int], block_size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     table = torch.randint(1 << 28, 1 << 30, (len(lens), 12), generator=generator, dtype=torch.int32)
     return torch.full((len(lens),), -7), torch.tensor(lens, dtype=torch.int32), torch.full((len(lens),), -7), table
