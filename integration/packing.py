@@ -106,7 +106,9 @@ def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: 
             output = run(step, tokens.view(1, -1), 0)  # 0: the logits of all rows
             logits = output.logits[0]
         else:
-            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, ids, 0).logits[0], flags)[: len(rows)]
+            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, ids, 0).logits[0], flags)
+            # Copied here, where no other thread can replay the graph, which would overwrite them.
+            logits = logits[: len(rows)].clone()
             output = CausalLMOutputWithPast()
     if len(rows) < num_rows:
         computed, logits = logits, logits.new_zeros(num_rows, logits.shape[-1])
