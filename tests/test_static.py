@@ -9,11 +9,33 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import triton
 
 from bench import sass, static
 from tests.compiled import ROOT, read_json
 
 Row = dict[str, Any]
+INF = float("inf")
+
+# Least and most of each figure, for the kernels of many rows, prefill and extend, and of few, decode.
+MANY_ROWS: dict[str, tuple[float, float]] = {
+    "loop_spills": (0, 0),
+    "wgmma_serialised": (False, False),
+    "load_overlap": (0.99, 1),
+    "in_flight_kb_per_sm": (64, INF),
+    "ex2_per_score": (1, 1.1),
+    "diagonal_ratio": (1, 1.35),
+}
+FEW_ROWS: dict[str, tuple[float, float]] = {
+    "spills": (0, 0),
+    "ctas_per_sm": (3, INF),
+    "load_overlap": (0.99, 1),
+    "in_flight_kb_per_sm": (96, INF),
+    "barriers_per_trip": (0, 2),
+}
+# By (head_dim, block_size).
+INSTRUCTIONS_PER_KB = {(64, 16): 76, (64, 64): 60, (128, 16): 47, (128, 64): 47}
+FLOP_PER_SLOT = {(64, 16): 750, (64, 64): 790, (128, 16): 1150, (128, 64): 1300}
 
 USAGE = " Function kernel:\n  REG:40 STACK:0 SHARED:0 LOCAL:0 TEXTURE:0\n"
 # An outer loop over .L_x_1 .. .L_x_4; inside it a loop whose second half, .L_x_3, lies behind the end of the outer one, and a branch
@@ -52,6 +74,11 @@ def loop_of(*opcodes: str) -> sass.Loop:
 @lru_cache(maxsize=1)
 def samples() -> dict[str, Row]:
     return read_json("tests/compiled_samples.py")
+
+
+@lru_cache(maxsize=1)
+def rows() -> list[Row]:
+    return read_json("bench/static.py", "--json")
 
 
 def test_loops_are_found_whatever_their_layout() -> None:
@@ -171,3 +198,50 @@ def test_interpreted_kernels_are_refused() -> None:
     command = [sys.executable, str(ROOT / "bench" / "static.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "unset TRITON_INTERPRET" in done.stderr
+
+
+def test_every_kernel_of_every_model_is_measured() -> None:
+    got = {(row["kernel"], row["model"], row["block_size"], row["window"]) for row in rows()}
+    wanted = {
+        (kernel, model, block_size, window)
+        for kernel in ("decode", "prefill", "extend", "merge")
+        for model in static.MODELS
+        for block_size in static.BLOCK_SIZES
+        for window in (None, static.WINDOW)
+    }
+    assert got == wanted and len(rows()) == len(wanted)
+    assert {row["triton"] for row in rows()} == {triton.__version__}
+    assert all(set(static.FIGURES) <= set(row) for row in rows())
+
+
+def test_the_table_has_a_line_per_row() -> None:
+    lines = static.format_table(rows()).splitlines()
+    assert len(lines) == len(rows()) + 2 and len({len(line) for line in lines}) == 1
+    assert all(name in lines[0] for name in static.FIGURES)
+
+
+def outside(row: Row, gates: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """Return the figures that are missing or not between their bounds."""
+    return {name: row[name] for name, (least, most) in gates.items() if row[name] is None or not least <= row[name] <= most}
+
+
+def test_a_missing_figure_passes_no_gate() -> None:
+    row = {"spills": None, "load_overlap": 0.98, "ctas_per_sm": 3}
+    assert outside(row, {"spills": (0, 0), "load_overlap": (0.99, 1), "ctas_per_sm": (3, INF)}) == {"spills": None, "load_overlap": 0.98}
+
+
+@pytest.mark.parametrize("window", [None, static.WINDOW])
+@pytest.mark.parametrize("block_size", static.BLOCK_SIZES)
+@pytest.mark.parametrize("model", static.MODELS)
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "extend", "merge"])
+def test_machine_code_is_as_fast_as_it_must_be(kernel: str, model: str, block_size: int, window: int | None) -> None:
+    case = (kernel, model, block_size, window)
+    (row,) = (row for row in rows() if (row["kernel"], row["model"], row["block_size"], row["window"]) == case)
+    size = (row["head_dim"], block_size)
+    gates: dict[str, dict[str, tuple[float, float]]] = {
+        "decode": {**FEW_ROWS, "instructions_per_kb": (0, INSTRUCTIONS_PER_KB[size])},
+        "prefill": {**MANY_ROWS, "flop_per_slot": (FLOP_PER_SLOT[size], INF)},
+        "extend": {**MANY_ROWS, "flop_per_slot": (FLOP_PER_SLOT[size], INF)},
+        "merge": {"spills": (0, 0)},
+    }
+    assert not outside(row, gates[kernel])
