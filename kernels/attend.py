@@ -1,8 +1,8 @@
 """Attention of one tile of rows over one range of paged keys and values: the walk that the prefill and the wide kernel share.
 
 out_r = sum_k exp(s_rk) v_k / sum_k exp(s_rk), s_rk = scale * q_r . k_k, over the keys row_begin[r] <= k < row_end[r].
-Tiles of keys begin at absolute multiples of TILE_KV and are taken in ascending order, and a tile of which a row sees nothing
-leaves that row's sums alone, so a row's result does not depend on which rows share its tile.
+Where tiles of keys begin does not depend on the rows, they are taken in ascending order, and a tile of which a row sees nothing leaves
+that row's sums alone, so a row's result does not depend on which rows share its tile.
 
 Source: FlashAttention-2 (arXiv 2307.08691), algorithm 1; paged keys as in vLLM (arXiv 2309.06180), section 4.1.
 """
@@ -54,7 +54,9 @@ def _attend_tile(
     offs = tl.arange(0, TILE_KV)
     if MASKED:
         # Keys outside key_begin .. key_end may be anything, NaN included: the nearest live key is loaded in their place.
-        offs = tl.minimum(tl.maximum(offs, key_begin - start), key_end - 1 - start)
+        if HAS_BEGIN:
+            offs = tl.maximum(offs, key_begin - start)
+        offs = tl.minimum(offs, key_end - 1 - start)
     # Unsigned, or a division rounds towards 0 with four instructions.
     offs = offs.to(tl.uint32, bitcast=True)
     offs_d = tl.arange(0, TILE_D)
@@ -120,29 +122,31 @@ def attend_rows(
 ):
     """Return the running maximum, sum and accumulator of rows that see the keys row_begin .. row_end, one range per row.
 
-    key_begin .. key_end holds the ranges of all rows, and each row sees all of full_begin .. full_end, multiples of TILE_KV. Without
-    HAS_BEGIN all ranges begin at 0.
+    key_begin .. key_end holds the ranges of all rows, and each row sees all of full_begin .. full_end. With HAS_BEGIN tiles begin at
+    multiples of TILE_KV. Without it all ranges begin at key_begin, a multiple of BLOCK_SIZE or TILE_KV, and so does the first tile;
+    row_begin and full_begin are not looked at.
     """
     BLOCK_STRIDE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     k_ptr += head * (BLOCK_SIZE * HEAD_DIM)
     v_ptr += head * (BLOCK_SIZE * HEAD_DIM)
-    row_end = tl.maximum(row_end, row_begin)
     row_max = tl.full([TILE_ROWS], LOWEST, tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, TILE_D], tl.float32)
 
-    # No tile at all where no row sees a key.
-    first_tile = key_begin // TILE_KV * TILE_KV
-    key_end = tl.where(key_begin < key_end, key_end, first_tile)
-    full_end = tl.maximum(full_end, first_tile)
-    full_begin = tl.minimum(full_begin, full_end)
     # A pass takes full tiles, then masked ones. Where ranges begin inside tiles, a pass before takes those, with no full ones, so that
     # there is one masked loop for both ends.
-    full_start = full_begin
+    first_tile = key_begin
+    if HAS_BEGIN:
+        first_tile = key_begin // TILE_KV * TILE_KV
+        # No tile at all where no row sees a key.
+        key_end = tl.where(key_begin < key_end, key_end, first_tile)
+        row_end = tl.maximum(row_end, row_begin)
+    full_end = first_tile + tl.maximum(full_end - first_tile, 0) // TILE_KV * TILE_KV
+    full_start = first_tile
     full_stop = full_end
     masked_stop = key_end
     if HAS_BEGIN:
-        full_start = first_tile
+        full_begin = tl.minimum(tl.cdiv(full_begin, TILE_KV) * TILE_KV, full_end)
         full_stop = first_tile
         masked_stop = full_begin
     for _ in tl.range(0, 1 + HAS_BEGIN, num_stages=1):

@@ -7,6 +7,7 @@ rest on was read from compiled code (registers, shared memory, spills), not from
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -90,7 +91,14 @@ class DecodeConfig:
 
 @dataclass(frozen=True)
 class ConfigCase:
-    """One compilation that a launcher can ask for."""
+    """One compilation that a launcher can ask for.
+
+    Attributes:
+        kernel: "prefill", "extend" or "decode".
+        arch, head_dim, group, dtype, block_size: what it is for.
+        has_window: whether there is a sliding window; None: one compilation for both.
+        config: what the launcher chooses.
+    """
 
     kernel: str
     arch: str
@@ -98,7 +106,8 @@ class ConfigCase:
     group: int
     dtype: torch.dtype
     block_size: int
-    config: PrefillConfig | DecodeConfig
+    has_window: bool | None
+    config: PrefillConfig | ExtendConfig | DecodeConfig
 
 
 _Launches = dict[tuple[int, int], dict[str, tuple[int, int, int, int]]]
@@ -123,12 +132,18 @@ _PREFILL: _Launches = {
     (4, 256): {"cuda": (16, 8, 1, 1), "cuda_small": (16, 8, 1, 1), "hip": (16, 4, 1, 1)},
 }
 
-# Prefill with a window, and extend: keys are masked at both ends of a range. What is not here is as above.
-_TWO_ENDED: _Launches = {
+# Prefill and extend with a window: keys are masked at both ends of a range. What is not here is as above.
+_WITH_WINDOW: _Launches = {
     # The masks of 128 rows spill in one warpgroup, and two with so many registers run alone on a multiprocessor: 11 stages keep 64 KB
     # of loads in flight.
     (2, 64): {"cuda": (64, 8, 11, 1), "cuda_small": (64, 8, 3, 1), "hip": (64, 4, 2, 1)},
-    # Two warpgroups to 64 rows: with a window one alone spills (Triton 3.6), and extend spills less.
+    # Two warpgroups to 64 rows: one alone spills in its loops (Triton 3.6).
+    (2, 256): {"cuda": (32, 8, 5, 1), "cuda_small": (32, 4, 1, 1), "hip": (32, 4, 1, 1)},
+}
+
+# Extend without a window. What is not here is as in prefill.
+_EXTEND: _Launches = {
+    # Two warpgroups to 64 rows: one alone spills, in its loops too (Triton 3.6 and 3.9).
     (2, 256): {"cuda": (32, 8, 5, 1), "cuda_small": (32, 4, 1, 1), "hip": (32, 4, 1, 1)},
 }
 
@@ -167,15 +182,15 @@ def prefill_config(
     tile_rows = _TILE_ROWS[key]
     if not 1 <= group <= tile_rows:
         raise ValueError(f"prefill_config: group must be 1 to {tile_rows} at head_dim {head_dim}, got {group}")
-    launch = _TWO_ENDED.get(key, _PREFILL[key]) if has_window else _PREFILL[key]
+    launch = _WITH_WINDOW.get(key, _PREFILL[key]) if has_window else _PREFILL[key]
     tile_kv, num_warps, num_stages, _ = launch[arch]
     return PrefillConfig(tile_rows // group, tile_rows, tile_kv, key[1], num_warps, num_stages)
 
 
-def extend_config(head_dim: int, dtype: torch.dtype, block_size: int, arch: str = "cuda") -> ExtendConfig:
+def extend_config(head_dim: int, dtype: torch.dtype, block_size: int, arch: str = "cuda", *, has_window: bool = False) -> ExtendConfig:
     """Return how launch_wide runs; arguments and errors as in prefill_config, but any group runs alike."""
     key = _table_key("extend_config", head_dim, dtype, block_size, arch)
-    tile_kv, num_warps, num_stages, ctas = _TWO_ENDED.get(key, _PREFILL[key])[arch]
+    tile_kv, num_warps, num_stages, ctas = (_WITH_WINDOW if has_window else _EXTEND).get(key, _PREFILL[key])[arch]
     return ExtendConfig(_TILE_ROWS[key], tile_kv, key[1], num_warps, num_stages, ctas)
 
 
@@ -221,14 +236,15 @@ def layout_for(
 
 def all_configs(group: int = 7) -> list[ConfigCase]:
     """List every attention compilation that the launchers can choose for one group size, over all named head dimensions."""
-    return [
-        ConfigCase(kernel, arch, head_dim, group, dtype, block_size, choose(head_dim, group, dtype, block_size, arch))
-        for kernel, choose in (("prefill", prefill_config), ("decode", decode_config))
-        for arch in ARCHS
-        for head_dim in HEAD_DIMS
-        for dtype in DTYPES
-        for block_size in BLOCK_SIZES
-    ]
+    cases = []
+    for arch, head_dim, dtype, block_size in product(ARCHS, HEAD_DIMS, DTYPES, BLOCK_SIZES):
+        about = (arch, head_dim, group, dtype, block_size)
+        for has_window in (False, True):
+            prefill = prefill_config(head_dim, group, dtype, block_size, arch, has_window=has_window)
+            extend = extend_config(head_dim, dtype, block_size, arch, has_window=has_window)
+            cases += [ConfigCase("prefill", *about, has_window, prefill), ConfigCase("extend", *about, has_window, extend)]
+        cases.append(ConfigCase("decode", *about, None, decode_config(head_dim, group, dtype, block_size, arch)))
+    return cases
 
 
 def _table_key(function: str, head_dim: int, dtype: torch.dtype, block_size: int, arch: str) -> tuple[int, int]:

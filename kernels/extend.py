@@ -21,9 +21,6 @@ from radixkv.kernels.configs import extend_config
 from radixkv.kernels.tiles import current_arch, is_interpreted, program_slots, score_factors, softmax_end
 from radixkv.kernels.work import Work
 
-# A window that no sequence outgrows.
-_NO_WINDOW = 2**31 - 1
-
 
 @triton.jit(do_not_specialize=["window", "stride_query_token", "stride_query_head", "stride_table_seq"])
 def _extend_kernel(
@@ -44,6 +41,7 @@ def _extend_kernel(
     stride_query_token,
     stride_query_head,
     stride_table_seq,
+    HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -74,20 +72,28 @@ def _extend_kernel(
         query_rows = tokens * stride_query_token + (head * GROUP + rows % GROUP).to(tl.int64) * stride_query_head
         query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=offs_d[None, :] < HEAD_DIM, other=0.0)
 
-        # Some row sees the keys key_begin .. key_end, and all of them see the tiles full_begin .. full_end.
-        row_begin = tl.maximum(first_key, ends - window)
+        # Some row sees the keys key_begin .. key_end, and all of them see full_begin .. full_end.
         row_end = tl.minimum(end_key, ends)
-        key_begin = tl.min(row_begin, 0)
         key_end = tl.max(row_end, 0)
-        full_begin = tl.cdiv(tl.max(row_begin, 0), TILE_KV) * TILE_KV
-        full_end = tl.min(row_end, 0) // TILE_KV * TILE_KV
+        full_end = tl.min(row_end, 0)
+        row_begin = first_key
+        key_begin = first_key
+        full_begin = first_key
+        if HAS_WINDOW:
+            row_begin = tl.maximum(first_key, ends - window)
+            key_begin = tl.min(row_begin, 0)
+            full_begin = tl.max(row_begin, 0)
         row_max, row_sum, acc = attend_rows(
             query, k_ptr, v_ptr, table_ptr, row_begin, row_end, key_begin, full_begin, full_end, key_end, head, inner, outer,
-            True, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KV, TILE_D, NUM_STAGES, INTERPRET,
+            HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KV, TILE_D, NUM_STAGES, INTERPRET,
         )  # fmt: skip
 
         out, lse = softmax_end(row_max, row_sum, acc)
+        # Rows are worked out anew from the item, read again, or they take registers all through the loop over the keys.
+        first_row = tl.load(item_ptr, volatile=True)
+        num_rows = tl.load(item_ptr + 1, volatile=True)
         row_mask = offs_row < num_rows
+        rows = first_row + tl.minimum(offs_row, num_rows - 1)
         partials = tl.load(entry_partials_ptr + rows // GROUP).to(tl.int64)
         out_rows = partials * (NUM_KV_HEADS * GROUP) + (head * GROUP + rows % GROUP)
         out_offs = out_rows[:, None] * HEAD_DIM + offs_d[None, :]
@@ -129,7 +135,7 @@ def launch_wide(
     num_heads, head_dim = query.shape[1:]
     num_kv_heads, block_size = k_pool.shape[1:3]
     group = num_heads // num_kv_heads
-    config = extend_config(head_dim, query.dtype, block_size, current_arch(query))
+    config = extend_config(head_dim, query.dtype, block_size, current_arch(query), has_window=sliding_window is not None)
     inner, outer = score_factors("launch_wide", scale, softcap)
     num_programs = min(work.wide.capacity * num_kv_heads, program_slots(_extend_kernel, query, config.ctas))
     with torch.cuda.device_of(query):
@@ -147,10 +153,11 @@ def launch_wide(
             work.entry_partials,
             inner,
             outer,
-            _NO_WINDOW if sliding_window is None else sliding_window,
+            sliding_window or 0,
             query.stride(0),
             query.stride(1),
             block_table.stride(0),
+            HAS_WINDOW=sliding_window is not None,
             HAS_SOFTCAP=softcap is not None,
             NUM_KV_HEADS=num_kv_heads,
             GROUP=group,

@@ -73,18 +73,17 @@ def _prefill_kernel(
     query_rows = (query_begin + tokens).to(tl.int64) * stride_query_token + heads.to(tl.int64) * stride_query_head
     query = tl.load(query_ptr + query_rows[:, None] + offs_d[None, :], mask=offs_d[None, :] < HEAD_DIM, other=0.0)
 
-    # The tile sees the keys key_begin .. key_end, and all of its rows see the tiles full_begin .. full_end.
+    # The tile sees the keys key_begin .. key_end, and all of its rows see full_begin .. full_end.
     row_end = seq_len - query_len + tokens + 1
-    first_end = seq_len - query_len + first + 1
-    key_end = first_end + num_tokens - 1
-    full_end = tl.maximum(first_end, 0) // TILE_KV * TILE_KV
-    row_begin = tl.zeros([TILE_ROWS], tl.int32)
+    full_end = seq_len - query_len + first + 1
+    key_end = full_end + num_tokens - 1
+    row_begin = 0
     key_begin = 0
     full_begin = 0
     if HAS_WINDOW:
         row_begin = row_end - window
-        key_begin = tl.maximum(first_end - window, 0)
-        full_begin = tl.cdiv(tl.maximum(key_end - window, 0), TILE_KV) * TILE_KV
+        key_begin = tl.maximum(full_end - window, 0)
+        full_begin = tl.maximum(key_end - window, 0)
     row_max, row_sum, acc = attend_rows(
         query, k_ptr, v_ptr, table_ptr, row_begin, row_end, key_begin, full_begin, full_end, key_end, head, inner, outer,
         HAS_WINDOW, HAS_SOFTCAP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, TILE_ROWS, TILE_KV, TILE_D, NUM_STAGES, INTERPRET,

@@ -80,6 +80,10 @@ def cases(target: str) -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]
         yield shape, fp16, 64, {}
         yield shape, fp32, 64, {}
     yield "qwen2.5-0.5b", fp32, 16, {}
+    # Where a window changes the configuration.
+    for block_size in (32, 64, 128):
+        yield "qwen2.5-0.5b", bf16, block_size, {"sliding_window": 7}
+    yield "qwen2.5-0.5b", fp16, 16, {"sliding_window": 7}
     yield "qwen2.5-7b", bf16, 64, {"sliding_window": 7, "softcap": 30.0}
     yield "qwen2.5-7b", fp32, 64, {"sliding_window": 7, "softcap": 30.0}
 

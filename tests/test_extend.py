@@ -139,7 +139,7 @@ def test_half_precision(group: int, head_dim: int, dtype: torch.dtype) -> None:
 def test_block_sizes_below_and_above_a_tile(block_size: int, dtype: torch.dtype) -> None:
     """Ranges begin and end at every kind of place in a tile, and in one tile."""
     batch = paged_batch([3], [290], block_size=block_size, dtype=dtype)
-    borders = [0, 128, 128 + block_size, 128 + 2 * block_size, OPEN] if block_size < 128 else [0, 128, 256, OPEN]
+    borders = [0, 128, 128 + block_size, 128 + 2 * block_size, OPEN] if block_size < 128 else [0, 64, 128, 256, OPEN]
     assert_matches(batch, [Range(0, [0, 1, 2], first, end) for first, end in zip(borders[:-1], borders[1:], strict=True)])
 
 
@@ -156,10 +156,13 @@ def test_a_range_shared_by_many_decode_rows(group: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("window", [1, 15, 16, 17, 64, 100])
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="fp32"), pytest.param(torch.float16, id="fp16")])
 def test_window(window: int, dtype: torch.dtype) -> None:
-    """Keys outside every row's window are NaN; the first range is outside for all rows and gives (0, -inf), or for some."""
+    """Keys outside every row's window are NaN; the first range is outside for all rows and gives (0, -inf), or for some.
+
+    Ranges begin and end inside tiles.
+    """
     batch = paged_batch([5], [210], sliding_window=window, dtype=dtype)
     tokens = [0, 1, 2, 3, 4]
-    assert_matches(batch, [Range(0, tokens, 0, 64), Range(0, tokens, 64, 192), Range(0, tokens, 192, OPEN)], sliding_window=window)
+    assert_matches(batch, [Range(0, tokens, 0, 112), Range(0, tokens, 112, 144), Range(0, tokens, 144, OPEN)], sliding_window=window)
 
 
 @pytest.mark.parametrize(("softcap", "window"), [(2.0, None), (50.0, None), (2.0, 40)])
