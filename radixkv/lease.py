@@ -23,15 +23,17 @@ class Lease:
         tree: the tree that it belongs to.
         length: tokens of the prefix; with 0 it holds nothing.
         namespace: where the prefix lives.
+        priority: what it was asked for with; what is stored by a request that uses the lease gets it too. None for nothing.
         released: whether it was released.
     """
 
-    __slots__ = ("tree", "length", "namespace", "released", "_key", "_node", "_num_borrowers", "_in_with_block", "__weakref__")
+    __slots__ = ("tree", "length", "namespace", "priority", "released", "_key", "_node", "_num_borrowers", "_in_with_block", "__weakref__")
 
     def __init__(self, tree: RadixTree, node: Node | None, key: bytes, length: int, namespace: tuple) -> None:
         self.tree = tree
         self.length = length
         self.namespace = namespace
+        self.priority: int | None = None
         self._key = key
         self._node = node
         self._num_borrowers = 0
@@ -52,7 +54,9 @@ class Lease:
     def clone(self) -> Lease:
         """Another hold on the same prefix, to be released on its own."""
         self._require_open("clone")
-        return self.tree.lock_again(self._node, self._key, self.length, self.namespace)
+        lease = self.tree.lock_again(self._node, self._key, self.length, self.namespace)
+        lease.priority = self.priority
+        return lease
 
     def release(self) -> None:
         """Gives the hold back. RuntimeError when that was done before."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from radixkv.token_key import common_bytes, common_bytes_short
+
+if TYPE_CHECKING:
+    from radixkv.eviction_queue import Eviction
 
 _BUCKET_SIZE = 512
 
@@ -76,11 +80,16 @@ class Node:
         children: by the bytes of their first block (shorter for a leaf that ends inside its first block).
         sorted_keys: the keys of `children` in order, once there are two.
         locks: leases on this node plus children with locks; 0 means that it may be evicted.
-        stamp: the logical time of its last use, by the eviction queue's clock; what its children were used for is not in it.
-        place: where the eviction queue has it.
+        start: where the edge starts in the prefix, in bytes.
+        queue: the eviction policy that it belongs to, its parent's.
+        stamp: the logical time that its policy sorts by, as a rule that of its last use; what its children were used for is not in it.
+        worth: what else the policy knows of its use; None for nothing.
+        place: where the policy has it.
     """
 
-    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "locks", "stamp", "place")
+    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "locks", "start", "queue", "stamp", "worth", "place")
+
+    queue: Eviction
 
     def __init__(self, edge: bytes, blocks: list[int], parent: Node | None) -> None:
         self.edge = edge
@@ -90,7 +99,12 @@ class Node:
         self.sorted_keys: SortedKeys | None = None
         self.locks = 0
         self.stamp = 0
-        self.place = 0
+        self.worth: Any = None
+        self.place: Any = 0
+        self.start = 0
+        if parent is not None:
+            self.start = parent.start + len(parent.edge)
+            self.queue = parent.queue
 
     def add_child(self, key: bytes, child: Node) -> None:
         """Adds a child under a key that no child has."""
@@ -136,6 +150,7 @@ class Node:
         upper.locks = 1 if self.locks else 0
         self.parent.children[self.edge[:block_bytes]] = upper
         self.edge, self.blocks, self.parent = self.edge[border:], self.blocks[num_blocks:], upper
+        self.start += border
         upper.add_child(self.edge[:block_bytes], self)
         return upper
 
@@ -145,9 +160,10 @@ class Root(Node):
 
     __slots__ = ("namespace_key",)
 
-    def __init__(self, namespace_key: tuple) -> None:
+    def __init__(self, namespace_key: tuple, queue: Eviction) -> None:
         super().__init__(b"", [], None)
         self.namespace_key = namespace_key
+        self.queue = queue
         # Locked for good, so that it is never evicted and every walk upwards ends here.
         self.locks = 1
 

@@ -3,6 +3,7 @@
 An edge is a run of tokens kept as bytes; edges split at block borders only, so a node's blocks are its own. Two branches
 may share the first tokens of a block, each with a block of its own, and a leaf may end inside a block; a match is exact
 to the token all the same. Namespaces are separate roots. Nothing is recursive, and nothing depends on the time of day.
+Which blocks go first when some are wanted is the eviction policy's to say, see eviction.py.
 The tree only does the bookkeeping of ids: the pool that they come from, and a lock between threads, are the caller's.
 """
 
@@ -12,8 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from radixkv.eviction import PolicyMaker, policy_maker
+from radixkv.eviction_queue import LruQueue
+from radixkv.history import History
 from radixkv.lease import Lease
-from radixkv.lru import LruQueue
 from radixkv.node import Node, Root, walk
 from radixkv.token_key import TOKEN_BYTES, namespace_key, token_key
 from radixkv.tree_check import check_tree
@@ -53,9 +56,12 @@ class RadixTree:
 
     Args:
         block_size: tokens per block, a power of two (the pool asks for 16 or more, the tree for 1 or more).
+        eviction: which leaf goes first: "lru", "lfu", "fifo", "slru", "priority" or "cost", see `radixkv.eviction`; or what makes
+            a policy of one's own for a block size.
 
     Attributes:
-        evicted_tokens: tokens that `evict` has dropped so far; it never goes down.
+        queue: the eviction policy.
+        history: counters of what was stored and evicted so far, and what was evicted lately.
         returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
             that anyone else does with it.
 
@@ -63,20 +69,32 @@ class RadixTree:
     equal and of equal types, so (1,) and (True,) are two.
     """
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, eviction: str | PolicyMaker = "lru") -> None:
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"RadixTree: block_size must be a power of two, got {block_size}")
         self.block_size = block_size
-        self.evicted_tokens = 0
+        self.history = History()
         self.returned: deque[Node] = deque()
         self._block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[tuple, Root] = {}
-        self.queue = LruQueue()
+        self.queue = policy_maker("RadixTree", eviction)(block_size)
+        # Where the nodes of stale namespaces wait: these go before all others.
+        self._stale_queue = LruQueue(block_size, self.queue.clock)
+        self._stale_roots: set[tuple] = set()
         self._version = 0
         self._num_blocks = 0
         self._num_leased = 0
         self._num_bytes = 0
         self._num_leases = 0
+
+    def tick(self) -> int:
+        """The logical time, which moves on by one: the clock by which uses are stamped."""
+        return next(self.queue.clock)
+
+    @property
+    def evicted_tokens(self) -> int:
+        """Tokens that `evict` has dropped so far; it never goes down."""
+        return self.history.evicted_tokens
 
     @property
     def num_blocks(self) -> int:
@@ -127,7 +145,7 @@ class RadixTree:
         node, start, matched = walk(root, key, end, self._block_bytes)
         return Match((start + matched) // TOKEN_BYTES, namespace, key, self, self._version, node, matched)
 
-    def lock(self, match: Match) -> Lease:
+    def lock(self, match: Match, priority: int | None = None) -> Lease:
         """Holds the blocks of a match, exactly ceil(length / block_size) of them; they count as used until the release.
 
         A match that is older than the last change of the tree is looked up again, so the lease may be shorter than the
@@ -135,26 +153,36 @@ class RadixTree:
 
         Args:
             match: from this tree's `match_prefix`.
+            priority: from now on that of the prefix; None leaves it. With eviction="priority" only.
 
         Returns:
             The lease, released exactly once by whoever gets it.
+
+        Raises:
+            ValueError: for a match of another tree, or a priority that is not an int or that the policy does not know.
         """
+        self.require_priority("lock", priority)
         if match.tree is not self:
             raise ValueError("lock: the match is of another tree")
         self._take_returned()
         if match.version != self._version:
             match = self.match_prefix(match.key, match.namespace, match.length)
         if not match.length or match.node is None:
-            return Lease(self, None, b"", 0, match.namespace)
-        node = self._cut(match.node, match.num_node_bytes)
-        return self.lock_again(node, match.key, match.length, match.namespace)
+            lease = Lease(self, None, b"", 0, match.namespace)
+        else:
+            node = self._cut(match.node, match.num_node_bytes)
+            if priority is not None:
+                node.queue.set_priority(node, priority)
+            lease = self.lock_again(node, match.key, match.length, match.namespace)
+        lease.priority = priority
+        return lease
 
     def lock_again(self, node: Node | None, key: bytes, length: int, namespace: tuple) -> Lease:
         """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
         if node is None:
             return Lease(self, None, key, length, namespace)
         self._num_leases += 1
-        self.queue.discard(node)
+        node.queue.discard(node)
         # A node with locks is already counted by its parent, and so on upwards.
         held: Node | None = node
         while held is not None:
@@ -165,7 +193,7 @@ class RadixTree:
             held = held.parent
         return Lease(self, node, key, length, namespace)
 
-    def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = ()) -> Inserted:
+    def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = (), priority: int | None = None) -> Inserted:
         """Stores a prefix; the tree takes over the blocks of what it did not know and marks all of it as used now.
 
         A leaf that nobody leases grows in place, and its partly filled last block gives way to the longer one. What is
@@ -175,13 +203,15 @@ class RadixTree:
             tokens: see `token_key`.
             blocks: ceil(num_tokens / block_size) block ids in token order; the last may be partly filled. Not changed.
             namespace: where to store.
+            priority: from now on that of the prefix; None leaves it. With eviction="priority" only.
 
         Returns:
             Who owns which block now, see `Inserted`.
 
         Raises:
-            ValueError: for another number of blocks.
+            ValueError: for another number of blocks, or a priority that is not an int or that the policy does not know.
         """
+        self.require_priority("insert", priority)
         key = token_key(tokens)
         num_blocks = -(-len(key) // self._block_bytes)
         if len(blocks) != num_blocks:
@@ -192,13 +222,17 @@ class RadixTree:
         root_key = namespace_key(namespace)
         root = self._roots.get(root_key)
         if root is None:
-            root = self._roots[root_key] = Root(root_key)
+            root = self._roots[root_key] = Root(root_key, self.queue)
         node, start, matched = walk(root, key, len(key), self._block_bytes)
         known = start + matched
         if known == len(key):
             node = self._cut(node, matched)
-            self.queue.touch(node)
+            node.queue.renew(node)
+            if priority is not None:
+                node.queue.set_priority(node, priority)
+            self.history.store(self, key, 0, namespace)
             return Inserted(node.path_blocks(), num_blocks, [])
+        num_bytes = self._num_bytes
         first_adopted = known // self._block_bytes
         adopted = list(blocks[first_adopted:])
         replaced: list[int] = []
@@ -207,12 +241,17 @@ class RadixTree:
         else:
             node = self._branch(node, first_adopted * self._block_bytes - start)
             node = self._add_leaf(node, key[first_adopted * self._block_bytes :], adopted)
+        if priority is not None:
+            node.queue.set_priority(node, priority)
         self._version += 1
         self._num_blocks += len(adopted) - len(replaced)
+        self.history.store(self, key, self._num_bytes - num_bytes, namespace)
         return Inserted(node.path_blocks(), first_adopted, replaced)
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Gives up blocks, from the end of the least recently used leaf backwards, then of the next; never leased ones.
+        """Gives up blocks, from the end of the leaf that the policy names backwards, then of the next; never leased ones.
+
+        Those of stale namespaces go before all others.
 
         Args:
             num_blocks: how many are wanted.
@@ -220,14 +259,37 @@ class RadixTree:
         Returns:
             The ids given up, num_blocks of them or all that could be; the caller drops the tree's references.
         """
-        num_bytes = self._num_bytes
-        given_up = self._give_up(num_blocks)
-        self.evicted_tokens += (num_bytes - self._num_bytes) // TOKEN_BYTES
-        return given_up
+        return self._give_up(num_blocks, "room")
 
-    def clear(self) -> list[int]:
-        """Gives up everything that is not leased and returns the ids, as `evict` does; not counted as evicted."""
-        return self._give_up(self._num_blocks)
+    def clear(self, reason: str = "clear") -> list[int]:
+        """Gives up everything that is not leased and returns the ids, as `evict` does; not counted as evicted.
+
+        Args:
+            reason: what `radixkv.events.Evicted` says of it; "room" is what `evict` says.
+        """
+        return self._give_up(self._num_blocks, reason)
+
+    def retire(self, prefix: tuple) -> None:
+        """Makes namespaces stale: what they hold is the first to go, what is leased now as soon as it is released.
+
+        A stale namespace works as before. It is fresh again when it is filled after it was emptied.
+
+        Args:
+            prefix: all namespaces that begin with these elements; () for all.
+        """
+        self._take_returned()
+        start = namespace_key(prefix)
+        retired: list[Node] = []
+        for key, root in self._roots.items():
+            if key[: len(start)] == start and key not in self._stale_roots:
+                self._stale_roots.add(key)
+                retired.append(root)
+        for node in retired:
+            retired += node.children.values()
+            node.queue.discard(node)
+            node.queue = self._stale_queue
+            if not node.locks and not node.children:
+                node.queue.expose(node)
 
     def blocks(self) -> list[int]:
         """All ids that the tree holds, in no particular order."""
@@ -240,9 +302,22 @@ class RadixTree:
             found += node.children.values()
         return found
 
+    def stale_nodes(self) -> list[Node]:
+        """The leaves of stale namespaces that nobody leases, the first to go first; for looking at, not for changing."""
+        return self._stale_queue.nodes()
+
     def check(self) -> None:
         """Walks everything and recomputes every counter. Raises AssertionError with a sentence on any violation."""
         check_tree(self)
+
+    def require_priority(self, function: str, priority: int | None) -> None:
+        """Raises ValueError unless a priority is an int that this tree's policy heeds, or None."""
+        if priority is None:
+            return
+        if type(priority) is not int:
+            raise ValueError(f"{function}: priority must be an int or None, got {priority!r}")
+        if not self.queue.takes_priority:
+            raise ValueError(f"{function}: priority={priority} needs eviction='priority', this cache evicts by {self.queue.name!r}")
 
     def _cut(self, node: Node, num_bytes: int) -> Node:
         """Makes a node end with the block that holds its first num_bytes; returns the node that does."""
@@ -263,11 +338,11 @@ class RadixTree:
         return node.parent
 
     def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
-        self.queue.discard(parent)
+        parent.queue.discard(parent)
         leaf = Node(edge, blocks, parent)
         parent.add_child(edge[: self._block_bytes], leaf)
         self._num_bytes += len(edge)
-        self.queue.add(leaf)
+        leaf.queue.add(leaf)
         return leaf
 
     def _grow(self, leaf: Node, new: bytes, blocks: list[int]) -> list[int]:
@@ -282,41 +357,53 @@ class RadixTree:
             leaf.parent.remove_child(old_key)
             leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
         self._num_bytes += len(new)
-        self.queue.touch(leaf)
+        leaf.queue.renew(leaf)
         return replaced
 
-    def _give_up(self, num_blocks: int) -> list[int]:
+    def _give_up(self, num_blocks: int, reason: str) -> list[int]:
         self._take_returned()
+        num_bytes = self._num_bytes
+        self.history.begin(reason, self.tick())
         given_up: list[int] = []
-        while len(given_up) < num_blocks and (victim := self.queue.first()) is not None:
-            num_kept = max(0, len(victim.blocks) - (num_blocks - len(given_up)))
+        while len(given_up) < num_blocks and (victim := self.first_to_go()) is not None:
+            num_taken = 1 if victim.queue.one_at_a_time else num_blocks - len(given_up)
+            num_kept = max(0, len(victim.blocks) - num_taken)
             given_up += reversed(victim.blocks[num_kept:])
+            self.history.give_up(victim, num_kept * self._block_bytes)
             if num_kept:
                 self._num_bytes -= len(victim.edge) - num_kept * self._block_bytes
                 victim.edge = victim.edge[: num_kept * self._block_bytes]
                 del victim.blocks[num_kept:]
+                victim.queue.trim(victim)
             else:
                 self._remove_leaf(victim)
         if given_up:
             self._version += 1
             self._num_blocks -= len(given_up)
+        self.history.end((num_bytes - self._num_bytes) // TOKEN_BYTES, len(given_up))
         return given_up
+
+    def first_to_go(self) -> Node | None:
+        """The leaf that `evict` would begin with; None if nothing can go."""
+        if self._stale_roots and (victim := self._stale_queue.first()) is not None:
+            return victim
+        return self.queue.first()
 
     def _remove_leaf(self, leaf: Node) -> None:
         parent = leaf.parent
         assert parent is not None
-        self.queue.discard(leaf)
+        leaf.queue.discard(leaf)
         self._num_bytes -= len(leaf.edge)
         parent.remove_child(leaf.edge[: self._block_bytes])
         leaf.parent = None
-        # Whoever used the leaf used all above it.
-        parent.stamp = max(parent.stamp, leaf.stamp)
+        leaf.queue.absorb(parent, leaf)
         if parent.children:
             return
         if isinstance(parent, Root):
             del self._roots[parent.namespace_key]
+            self._stale_roots.discard(parent.namespace_key)
         elif not parent.locks:
-            self.queue.expose(parent)
+            parent.queue.expose(parent)
 
     def _take_returned(self) -> None:
         """Takes in the leases that were released or dropped since the last operation."""
@@ -324,9 +411,9 @@ class RadixTree:
             node = self.returned.popleft()
             self._num_leases -= 1
             if node.locks == 1 and not node.children:
-                self.queue.add(node)
+                node.queue.restore(node)
             else:
-                self.queue.touch(node)
+                node.queue.touch(node)
             held: Node | None = node
             while held is not None:
                 held.locks -= 1

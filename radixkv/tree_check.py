@@ -20,6 +20,8 @@ def check_tree(tree: RadixTree) -> None:
         _check_children(node, tree.block_size * TOKEN_BYTES)
     for node in inner:
         _check_blocks(node, tree.block_size * TOKEN_BYTES)
+        assert node.parent is not None
+        _require(node.start == node.parent.start + len(node.parent.edge), "a node starts elsewhere than it says")
     for root in nodes[: len(nodes) - len(inner)]:
         _require(bool(root.children), "the root of a namespace has no children but is kept")
         _require(root.locks == 1 + _num_locked_children(root), "the locks of a root do not match its children's")
@@ -55,12 +57,15 @@ def _check_blocks(node: Node, block_bytes: int) -> None:
 
 
 def _check_queue(tree: RadixTree, inner: list[Node]) -> None:
-    waiting = tree.queue.nodes()
+    stale = tree.stale_nodes()
+    _require(all(node.queue is node.parent.queue for node in inner if node.parent is not None), "a node has another policy than its parent")
+    _require(all(node.queue is not tree.queue for node in stale), "a fresh node waits among the stale ones")
+    waiting = stale + tree.queue.nodes()
     leaves = {node for node in inner if not node.children and not node.locks}
     _require(len(set(waiting)) == len(waiting), "a leaf waits for eviction twice")
     _require(set(waiting) == leaves, "those that wait for eviction are not the unlocked leaves")
     _require(len({node.stamp for node in waiting}) == len(waiting), "two leaves have the same stamp")
-    _require(tree.queue.first() is (waiting[0] if waiting else None), "the next to be evicted is not the least recently used leaf")
+    _require(tree.first_to_go() is (waiting[0] if waiting else None), "the next to be evicted is not the first of those that wait")
 
 
 def _num_locked_children(node: Node) -> int:

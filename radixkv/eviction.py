@@ -1,0 +1,205 @@
+"""The eviction policies: which leaf of a tree goes first when blocks are wanted, by the name that a user gives.
+
+"lru" is the default. Evicting costs the same however many leaves there are: O(1) per victim for "lru" and "slru", O(log n),
+amortised, for the others. What one may write beside these is in eviction_queue.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import log1p, log2
+
+from radixkv.eviction_queue import Eviction, HeapQueue, LruQueue
+from radixkv.node import Node
+from radixkv.token_key import TOKEN_BYTES
+
+_LN2 = 0.6931471805599453
+
+
+class SlruQueue(Eviction):
+    """Segmented LRU: what was leased since it was stored is protected, and goes after what never was.
+
+    At most four of five waiting leaves are protected; beyond that the least recently used of them join the others, as if used
+    now. A node's `worth` is whether it is protected.
+
+    Source: Karedla, Love, Wherry: Caching strategies to improve disk system performance, Computer 27(3), 1994.
+    """
+
+    name = "slru"
+
+    def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
+        super().__init__(block_size, clock)
+        self._segments = LruQueue(block_size, self.clock), LruQueue(block_size, self.clock)
+        self._sizes = [0, 0]
+
+    def add(self, leaf: Node) -> None:
+        leaf.worth = False
+        self._segments[False].add(leaf)
+        self._sizes[False] += 1
+
+    def renew(self, node: Node) -> None:
+        self._segments[bool(node.worth)].touch(node)
+
+    def touch(self, node: Node) -> None:
+        if node.place:
+            self.discard(node)
+            self.restore(node)
+        else:
+            node.stamp, node.worth = next(self.clock), True
+
+    def restore(self, leaf: Node) -> None:
+        leaf.worth = True
+        self._segments[True].restore(leaf)
+        self._sizes[True] += 1
+        self._balance()
+
+    def expose(self, leaf: Node) -> None:
+        segment = bool(leaf.worth)
+        self._segments[segment].expose(leaf)
+        self._sizes[segment] += 1
+        self._balance()
+
+    def discard(self, node: Node) -> None:
+        if node.place:
+            segment = bool(node.worth)
+            self._segments[segment].discard(node)
+            self._sizes[segment] -= 1
+            self._balance()
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        parent.stamp = max(parent.stamp, child.stamp)
+        parent.worth = bool(parent.worth) or child.worth
+
+    def first(self) -> Node | None:
+        return self._segments[False].first() or self._segments[True].first()
+
+    def nodes(self) -> list[Node]:
+        return self._segments[False].nodes() + self._segments[True].nodes()
+
+    def _balance(self) -> None:
+        sizes = self._sizes
+        while 5 * sizes[True] > 4 * (sizes[False] + sizes[True]):
+            leaf = self._segments[True].first()
+            assert leaf is not None
+            self._segments[True].discard(leaf)
+            sizes[True] -= 1
+            self.add(leaf)
+
+
+class FifoQueue(HeapQueue):
+    """First stored, first to go, however often it was used since; a leaf that grows keeps its turn."""
+
+    name = "fifo"
+
+    def rank(self, leaf: Node) -> int:
+        return leaf.stamp
+
+    def renew(self, node: Node) -> None:
+        pass
+
+    def touch(self, node: Node) -> None:
+        pass
+
+    def restore(self, leaf: Node) -> None:
+        self.expose(leaf)
+
+
+class LfuQueue(HeapQueue):
+    """Least frequently used first. A node's `worth` is how often it was stored or leased; a leaf that grows keeps its count."""
+
+    name = "lfu"
+
+    def rank(self, leaf: Node) -> int:
+        return leaf.worth
+
+    def count_use(self, node: Node) -> None:
+        node.worth = (node.worth or 0) + 1
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        parent.stamp = max(parent.stamp, child.stamp)
+        parent.worth = (parent.worth or 0) + child.worth
+
+
+class PriorityQueue(HeapQueue):
+    """Lowest priority first, 0 where none was given. A node's `worth` is what it was last given, or more if it inherits more."""
+
+    name = "priority"
+    takes_priority = True
+
+    def rank(self, leaf: Node) -> int:
+        return leaf.worth
+
+    def add(self, leaf: Node) -> None:
+        leaf.worth = 0
+        super().add(leaf)
+
+    restore = HeapQueue.add
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        parent.stamp = max(parent.stamp, child.stamp)
+        parent.worth = child.worth if parent.worth is None else max(parent.worth, child.worth)
+
+    def set_priority(self, node: Node, priority: int) -> None:
+        node.worth = priority
+        if node.place:
+            self._push(node)
+
+
+class CostQueue(HeapQueue):
+    """Cheapest to lose first: the tokens of a leaf's last block, times what computing one costs there, times its expected reuse.
+
+    A token costs 1 + depth / 8,192: with that many before it, attention costs as much as all else in Qwen2.5-0.5B. The expected
+    reuse is the number of uses (stored, or leased), each counting half after as many uses of anything as `HALF_LIFE` times the
+    leaves that wait. The order of two leaves does not change with time alone, so the sum is kept as its logarithm, a node's
+    `worth`, on a scale that moves with the clock.
+
+    Source: the decay: Lee et al.: LRFU: a spectrum of policies that subsumes the least recently used and least frequently used
+    policies, IEEE Transactions on Computers 50(12), 2001, equation 2.
+    """
+
+    name = "cost"
+    one_at_a_time = True
+    HALF_LIFE = 1.0
+    DEPTH_OF_DOUBLE_COST = 8192
+
+    def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
+        super().__init__(block_size, clock)
+        self._age = 0.0
+
+    def rank(self, leaf: Node) -> float:
+        end = (leaf.start + len(leaf.edge)) // TOKEN_BYTES
+        num_tokens = len(leaf.edge) // TOKEN_BYTES - (len(leaf.blocks) - 1) * self.block_size
+        return log2(num_tokens * (1 + end / self.DEPTH_OF_DOUBLE_COST)) + leaf.worth
+
+    def count_use(self, node: Node) -> None:
+        self._age += 1 / (self.HALF_LIFE * max(1, self._num_waiting))
+        node.worth = _log2_of_sum(node.worth, self._age)
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        parent.stamp = max(parent.stamp, child.stamp)
+        parent.worth = _log2_of_sum(parent.worth, child.worth)
+
+    def trim(self, leaf: Node) -> None:
+        self._push(leaf)
+
+
+PolicyMaker = Callable[[int], Eviction]
+POLICIES: tuple[type[Eviction], ...] = (LruQueue, LfuQueue, FifoQueue, SlruQueue, PriorityQueue, CostQueue)
+
+
+def policy_maker(function: str, eviction: str | PolicyMaker) -> PolicyMaker:
+    """What makes the policy of that name for a block size; a maker comes back as it is. Raises ValueError listing the names."""
+    if callable(eviction):
+        return eviction
+    for policy in POLICIES:
+        if policy.name == eviction:
+            return policy
+    raise ValueError(f"{function}: eviction must be one of {', '.join(repr(policy.name) for policy in POLICIES)}, got {eviction!r}")
+
+
+def _log2_of_sum(a: float | None, b: float) -> float:
+    """log2(2**a + 2**b), without either power; None stands for the logarithm of nothing."""
+    if a is None:
+        return b
+    low, high = min(a, b), max(a, b)
+    return high + log1p(2 ** (low - high)) / _LN2

@@ -1,0 +1,207 @@
+"""The interface of an eviction policy, and the two structures that policies keep their leaves in.
+
+The tree says what happens to its nodes; a policy keeps the unlocked leaves in the order in which they are to go. All of
+them share three rules. Time is a logical clock, so nothing ties and replicas agree. What was used counts for everything
+above it: a node that loses a child inherits what the child was used for. And no call looks at the other leaves: O(1) in a
+`LruQueue`, O(log n), amortised, in a `HeapQueue`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, ClassVar
+
+from radixkv.node import Node
+
+_NOWHERE, _USED, _EXPOSED = 0, 1, 2
+
+
+class Eviction(ABC):
+    """The order in which the unlocked leaves of one tree go.
+
+    Args:
+        block_size: of the tree.
+        clock: logical time, to be shared by policies whose stamps must not tie; None for one of its own.
+
+    Attributes:
+        name: what a user calls it.
+        takes_priority: whether `set_priority` means anything to it.
+        one_at_a_time: whether a leaf's blocks differ in worth, so that each block to go is chosen anew.
+
+    Of a node a policy writes `stamp`, `worth` and `place`; `place` is falsy for a node that does not wait here.
+    """
+
+    name: ClassVar[str]
+    takes_priority: ClassVar[bool] = False
+    one_at_a_time: ClassVar[bool] = False
+
+    def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
+        self.block_size = block_size
+        self.clock = count(1) if clock is None else clock
+
+    @abstractmethod
+    def add(self, leaf: Node) -> None:
+        """A leaf was stored; it waits from now on."""
+
+    @abstractmethod
+    def renew(self, node: Node) -> None:
+        """What is known was stored again, or a waiting leaf has grown in place; it waits if it did."""
+
+    @abstractmethod
+    def touch(self, node: Node) -> None:
+        """A lease on a node has ended; it waits if it did."""
+
+    @abstractmethod
+    def restore(self, leaf: Node) -> None:
+        """The last lease on a leaf has ended; it waits from now on."""
+
+    @abstractmethod
+    def expose(self, leaf: Node) -> None:
+        """An unlocked node has lost its last child, or comes from another policy: it waits from now on, and this is no use of it."""
+
+    @abstractmethod
+    def discard(self, node: Node) -> None:
+        """A node is locked, has a child or is leaving the tree; nothing happens if it does not wait."""
+
+    @abstractmethod
+    def first(self) -> Node | None:
+        """The leaf to go next, which stays where it is; None if none waits."""
+
+    @abstractmethod
+    def nodes(self) -> list[Node]:
+        """All that wait, in the order in which they would go if nothing else happened (it sorts; for checks)."""
+
+    def absorb(self, parent: Node, child: Node) -> None:
+        """A child leaves the tree: whoever used it used all above it."""
+        parent.stamp = max(parent.stamp, child.stamp)
+
+    def trim(self, leaf: Node) -> None:  # noqa: B027 - most policies have nothing to do here
+        """A waiting leaf has lost blocks from its end, not all of them."""
+
+    def set_priority(self, node: Node, priority: int) -> None:  # noqa: B027
+        """The user gave a priority to a node; only with `takes_priority`."""
+
+
+class LruQueue(Eviction):
+    """Least recently used first.
+
+    Leaves that were used wait in the order of their use. A node that lost its last child becomes a leaf with a stamp from
+    the past, so it waits in a heap beside them.
+    """
+
+    name = "lru"
+
+    def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
+        super().__init__(block_size, clock)
+        self._used: OrderedDict[Node, None] = OrderedDict()
+        # A node that leaves the heap leaves its entry behind. Only evictions add entries, and what is older than the leaf that
+        # an eviction takes has come up before, so there are never more entries than the tree had nodes.
+        self._exposed: list[tuple[int, int, Node]] = []
+
+    def add(self, leaf: Node) -> None:
+        leaf.stamp = next(self.clock)
+        leaf.place = _USED
+        self._used[leaf] = None
+
+    def touch(self, node: Node) -> None:
+        node.stamp = next(self.clock)
+        if node.place == _USED:
+            self._used.move_to_end(node)
+        elif node.place == _EXPOSED:
+            node.place = _USED
+            self._used[node] = None
+
+    renew = touch
+    restore = add
+
+    def expose(self, leaf: Node) -> None:
+        leaf.place = _EXPOSED
+        heapq.heappush(self._exposed, (leaf.stamp, next(self.clock), leaf))
+
+    def discard(self, node: Node) -> None:
+        if node.place == _USED:
+            del self._used[node]
+        node.place = _NOWHERE
+
+    def first(self) -> Node | None:
+        exposed = self._exposed
+        while exposed and not _is_current(exposed[0]):
+            heapq.heappop(exposed)
+        used = next(iter(self._used), None)
+        if exposed and (used is None or exposed[0][0] < used.stamp):
+            return exposed[0][2]
+        return used
+
+    def nodes(self) -> list[Node]:
+        return sorted([*self._used, *(entry[2] for entry in self._exposed if _is_current(entry))], key=lambda node: node.stamp)
+
+
+class HeapQueue(Eviction):
+    """What the policies with an order of their own share: the lowest `rank` first, the least recently used of equals.
+
+    A leaf whose rank changes gets a new entry, and the old one stays in the heap until it comes up or half of all are such.
+    """
+
+    def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
+        super().__init__(block_size, clock)
+        self._heap: list[tuple[Any, int, int, Node]] = []
+        self._num_waiting = 0
+
+    @abstractmethod
+    def rank(self, leaf: Node) -> Any:
+        """What a waiting leaf is sorted by before its stamp."""
+
+    def count_use(self, node: Node) -> None:  # noqa: B027
+        """A node was stored for the first time or a lease on it has ended: make that part of its `worth`."""
+
+    def add(self, leaf: Node) -> None:
+        leaf.stamp = next(self.clock)
+        self.count_use(leaf)
+        self.expose(leaf)
+
+    def renew(self, node: Node) -> None:
+        node.stamp = next(self.clock)
+        if node.place:
+            self._push(node)
+
+    def touch(self, node: Node) -> None:
+        node.stamp = next(self.clock)
+        self.count_use(node)
+        if node.place:
+            self._push(node)
+
+    restore = add
+
+    def expose(self, leaf: Node) -> None:
+        self._num_waiting += 1
+        self._push(leaf)
+
+    def discard(self, node: Node) -> None:
+        if node.place:
+            node.place = _NOWHERE
+            self._num_waiting -= 1
+
+    def first(self) -> Node | None:
+        heap = self._heap
+        while heap and heap[0][3].place is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0][3] if heap else None
+
+    def nodes(self) -> list[Node]:
+        return [entry[3] for entry in sorted(entry for entry in self._heap if entry[3].place is entry)]
+
+    def _push(self, leaf: Node) -> None:
+        entry = leaf.place = (self.rank(leaf), leaf.stamp, next(self.clock), leaf)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * self._num_waiting + 64:
+            self._heap = [entry for entry in self._heap if entry[3].place is entry]
+            heapq.heapify(self._heap)
+
+
+def _is_current(entry: tuple[int, int, Node]) -> bool:
+    stamp, _, node = entry
+    return node.place == _EXPOSED and node.stamp == stamp
