@@ -53,6 +53,11 @@ def namespace_key(namespace: tuple) -> tuple:
     return tuple((type(part), namespace_key(part) if isinstance(part, tuple) else part) for part in namespace)
 
 
+def namespace_of(key: tuple) -> tuple:
+    """The namespace that `namespace_key` made the key of."""
+    return tuple(namespace_of(part) if kind is tuple else part for kind, part in key)
+
+
 def common_bytes(edge: bytes, key: bytes, start: int) -> int:
     """Length of the longest common prefix of `edge` and `key[start:]`, in bytes of whole tokens."""
     length = min(len(edge), len(key) - start)
