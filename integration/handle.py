@@ -15,6 +15,7 @@ from radixkv.cache import PrefixCache
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
 from radixkv.integration.hf_cache import GenerationCache
+from radixkv.integration.weights import WeightsWatch
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
 
 
@@ -56,7 +57,7 @@ class ModelCache(PrefixCache):
         super().__init__(pool, self._make_backend(shape, pool), options.namespace)
         captures = options.cuda_graphs and name == "triton" and shape.device.type == "cuda" and not torch.version.hip
         self.graphs = DecodeGraphs(CudaCapture()) if captures else None
-        self._weights: int | None = None
+        self._weights: WeightsWatch | None = None
 
     def follow(self, model: PreTrainedModel) -> None:
         """See whether the model's weights, type or device changed since the last call; if so, serve nothing that was computed before."""
@@ -68,10 +69,11 @@ class ModelCache(PrefixCache):
                 self.replace_pool(pool, self._make_backend(shape, pool))
                 self.shape = shape
                 self._forget_graphs()
-            weights = _weights_stamp(model)
-            if self._weights not in (None, weights):
+            if self._weights is not None and self._weights.changed():
                 self.invalidate()
-            self._weights = weights
+                self._weights = None
+            if self._weights is None:
+                self._weights = WeightsWatch(model)
 
     def invalidate(self) -> None:
         super().invalidate()
@@ -145,18 +147,3 @@ class ModelCache(PrefixCache):
 
     def _make_backend(self, shape: ModelShape, pool: BlockPool) -> Backend:
         return Backend(self.options.backend, num_heads=shape.num_heads, pool=pool, exact=self.options.exact)
-
-
-def _weights_stamp(model: torch.nn.Module) -> int:
-    """A number that changes with every in-place write to a parameter and every replaced one."""
-    stamp = []
-    # Module.parameters() names and deduplicates what it finds, which takes ten times as long.
-    pending: list[torch.nn.Module | None] = [model]
-    while pending:
-        module = pending.pop()
-        if module is not None:
-            pending += module._modules.values()
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    stamp.append((parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version))
-    return hash(tuple(stamp))
