@@ -66,6 +66,11 @@ class Lease:
             self.tree.returned.append(self._node)
         self._node = None
 
+    def count_hit(self) -> None:
+        """A prompt was admitted that reuses the prefix."""
+        if self._node is not None:
+            self._node.hits += 1
+
     def lend(self) -> None:
         """Somebody uses the lease and will say when that ends, with `give_back`."""
         self._num_borrowers += 1

@@ -79,6 +79,7 @@ class Node:
         parent: None for the root of a namespace and for a node that left the tree.
         children: by the bytes of their first block (shorter for a leaf that ends inside its first block).
         sorted_keys: the keys of `children` in order, once there are two.
+        hits: admitted prompts whose reused prefix ended here or in what was below and is gone.
         locks: leases on this node plus children with locks; 0 means that it may be evicted.
         start: where the edge starts in the prefix, in bytes.
         queue: the eviction policy that it belongs to, its parent's.
@@ -87,7 +88,7 @@ class Node:
         place: where the policy has it.
     """
 
-    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "locks", "start", "queue", "stamp", "worth", "place")
+    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "hits", "locks", "start", "queue", "stamp", "worth", "place")
 
     queue: Eviction
 
@@ -97,6 +98,7 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.sorted_keys: SortedKeys | None = None
+        self.hits = 0
         self.locks = 0
         self.stamp = 0
         self.worth: Any = None

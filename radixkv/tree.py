@@ -10,7 +10,8 @@ The tree only does the bookkeeping of ids: the pool that they come from, and a l
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from radixkv.eviction import PolicyMaker, policy_maker
@@ -20,6 +21,7 @@ from radixkv.lease import Lease
 from radixkv.node import Node, Root, walk
 from radixkv.token_key import TOKEN_BYTES, namespace_key, token_key
 from radixkv.tree_check import check_tree
+from radixkv.tree_view import TreeView, view_tree
 
 __all__ = ["Inserted", "Lease", "Match", "RadixTree", "token_key"]
 
@@ -62,6 +64,7 @@ class RadixTree:
     Attributes:
         queue: the eviction policy.
         history: counters of what was stored and evicted so far, and what was evicted lately.
+        guard: what a picture of the tree holds while it is taken; who uses the tree from several threads puts its lock here.
         returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
             that anyone else does with it.
 
@@ -74,6 +77,7 @@ class RadixTree:
             raise ValueError(f"RadixTree: block_size must be a power of two, got {block_size}")
         self.block_size = block_size
         self.history = History()
+        self.guard: AbstractContextManager = nullcontext()
         self.returned: deque[Node] = deque()
         self._block_bytes = block_size * TOKEN_BYTES
         self._roots: dict[tuple, Root] = {}
@@ -248,18 +252,19 @@ class RadixTree:
         self.history.store(self, key, self._num_bytes - num_bytes, namespace)
         return Inserted(node.path_blocks(), first_adopted, replaced)
 
-    def evict(self, num_blocks: int) -> list[int]:
+    def evict(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
         """Gives up blocks, from the end of the leaf that the policy names backwards, then of the next; never leased ones.
 
         Those of stale namespaces go before all others.
 
         Args:
             num_blocks: how many are wanted.
+            victims: gets each leaf that is about to lose blocks, while it still has them; it must not raise.
 
         Returns:
             The ids given up, num_blocks of them or all that could be; the caller drops the tree's references.
         """
-        return self._give_up(num_blocks, "room")
+        return self._give_up(num_blocks, "room", victims)
 
     def clear(self, reason: str = "clear") -> list[int]:
         """Gives up everything that is not leased and returns the ids, as `evict` does; not counted as evicted.
@@ -301,6 +306,29 @@ class RadixTree:
         for node in found:
             found += node.children.values()
         return found
+
+    def roots(self) -> Mapping[tuple, Root]:
+        """The roots of all namespaces that hold something, by `namespace_key`; for looking at, not for changing."""
+        return self._roots
+
+    def is_stale(self, root: Root) -> bool:
+        """Whether `retire` has made the namespace of a root stale."""
+        return root.namespace_key in self._stale_roots
+
+    def __call__(self, *, tokenizer: Any = None, max_nodes: int = 50) -> TreeView:
+        """A picture of the tree as it is now; it changes nothing.
+
+        Args:
+            tokenizer: anything with `decode(ids)`, to show how edges begin as text; None for ids.
+            max_nodes: how many nodes are shown, those with the most tokens at and below them; the rest is counted.
+
+        Returns:
+            The view, to be printed or shown in a notebook.
+
+        Raises:
+            ValueError: max_nodes is not an int of at least 1, or tokenizer decodes nothing.
+        """
+        return view_tree(self, tokenizer, max_nodes)
 
     def stale_nodes(self) -> list[Node]:
         """The leaves of stale namespaces that nobody leases, the first to go first; for looking at, not for changing."""
@@ -360,12 +388,14 @@ class RadixTree:
         leaf.queue.renew(leaf)
         return replaced
 
-    def _give_up(self, num_blocks: int, reason: str) -> list[int]:
+    def _give_up(self, num_blocks: int, reason: str, victims: Callable[[Node], None] | None = None) -> list[int]:
         self._take_returned()
         num_bytes = self._num_bytes
         self.history.begin(reason, self.tick())
         given_up: list[int] = []
         while len(given_up) < num_blocks and (victim := self.first_to_go()) is not None:
+            if victims is not None:
+                victims(victim)
             num_taken = 1 if victim.queue.one_at_a_time else num_blocks - len(given_up)
             num_kept = max(0, len(victim.blocks) - num_taken)
             given_up += reversed(victim.blocks[num_kept:])
@@ -397,6 +427,7 @@ class RadixTree:
         parent.remove_child(leaf.edge[: self._block_bytes])
         leaf.parent = None
         leaf.queue.absorb(parent, leaf)
+        parent.hits += leaf.hits
         if parent.children:
             return
         if isinstance(parent, Root):
