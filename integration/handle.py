@@ -12,10 +12,12 @@ from transformers.cache_utils import Cache
 
 from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache
+from radixkv.eviction import policy_maker
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
 from radixkv.integration.hf_cache import GenerationCache
 from radixkv.integration.weights import WeightsWatch
+from radixkv.pin import Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
 
 
@@ -29,6 +31,8 @@ class CacheOptions:
     namespace: tuple
     exact: bool
     cuda_graphs: bool
+    eviction: str
+    pin_budget: float
 
 
 class ModelCache(PrefixCache):
@@ -47,6 +51,8 @@ class ModelCache(PrefixCache):
         if options.exact and name != "triton":
             raise ValueError(f"exact=True needs the Triton kernels, and the backend is {name!r}: leave it out, or use backend='triton'")
         require_block_size("patch_model", options.block_size)
+        policy_maker("patch_model", options.eviction)
+        Pins(options.pin_budget)
         self.shape, self.options = shape, replace(options, backend=name)
         num_blocks = options.num_blocks
         if num_blocks is None:
@@ -54,7 +60,7 @@ class ModelCache(PrefixCache):
             num_blocks = default_num_blocks(shape.device, bytes_per_block, options.block_size)
         self.num_blocks = num_blocks
         pool = self._make_pool(shape)
-        super().__init__(pool, self._make_backend(shape, pool), options.namespace)
+        super().__init__(pool, self._make_backend(shape, pool), options.namespace, options.eviction, options.pin_budget)
         captures = options.cuda_graphs and name == "triton" and shape.device.type == "cuda" and not torch.version.hip
         self.graphs = DecodeGraphs(CudaCapture()) if captures else None
         self._weights: WeightsWatch | None = None
@@ -79,19 +85,22 @@ class ModelCache(PrefixCache):
         super().invalidate()
         self._forget_graphs()
 
-    def insert(self, output: Any, cache: Cache | None = None) -> None:
+    def insert(self, output: Any, cache: Cache | None = None, priority: int | None = None) -> None:
         """Store K/V for later prompts: of an output of `generate()`, or of a cache that transformers filled.
 
         Args:
             output: what `generate(prefix_cache=..., return_dict_in_generate=True)` returned; it is spent by this. One that was stored
                 already is left alone. Or, with `cache`, token ids [n] or [rows, n] without padding: list, numpy or torch integers.
             cache: the `DynamicCache` that holds the K/V of those tokens, or of their first ones.
+            priority: from now on that of what is stored; the lowest is evicted first. None takes that of the lease which generate() used,
+                if any. With `patch_model(eviction="priority")` only.
 
         Raises:
-            TypeError: output is neither. ValueError: the cache does not fit the model or the tokens. OutOfBlocks: no room.
+            TypeError: output is neither. ValueError: the cache does not fit the model or the tokens, or the policy takes no such
+                priority. OutOfBlocks: no room.
         """
         if cache is not None:
-            self._insert_dynamic(output, cache)
+            self._insert_dynamic(output, cache, priority)
             return
         # The output's field was renamed with the argument, see hf_cache.cache_argument.
         held = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
@@ -103,9 +112,9 @@ class ModelCache(PrefixCache):
         if held.prefix_cache is not self:
             raise ValueError("insert: this output is of another model: insert it through that model's handle")
         if held.batch is not None:
-            self.store(held.batch)
+            self.store(held.batch, priority)
 
-    def _insert_dynamic(self, token_ids: Any, cache: Cache) -> None:
+    def _insert_dynamic(self, token_ids: Any, cache: Cache, priority: int | None) -> None:
         if not isinstance(cache, Cache):
             raise TypeError(f"insert: cache must be a DynamicCache of transformers, got {type(cache).__name__}")
         ids = np.atleast_2d(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids))
@@ -124,7 +133,7 @@ class ModelCache(PrefixCache):
             raise ValueError(f"insert: the cache must be {self.shape.dtype} on {self.shape.device}")
         for row, row_ids in enumerate(ids[:, :num_stored]):
             keys, values = ([tensor[row].transpose(0, 1) for tensor in column] for column in zip(*layers, strict=True))
-            self.insert_computed(row_ids, keys, values)
+            self.insert_computed(row_ids, keys, values, priority)
 
     def __deepcopy__(self, memo: dict) -> ModelCache:
         # A copy of a model may go its own way, so its cache starts empty.

@@ -11,12 +11,13 @@ from typing import Any
 
 from radixkv.cache import PrefixCache
 from radixkv.errors import OutOfBlocks
+from radixkv.pin import Pin
 from radixkv.pool import BlockPool
 from radixkv.stats import CacheStats
 from radixkv.tree import Lease, RadixTree
 
 __version__ = "0.1.0"
-__all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "PrefixCache", "RadixTree", "patch_model", "unpatch_model"]
+__all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "Pin", "PrefixCache", "RadixTree", "patch_model", "unpatch_model"]
 
 
 def patch_model(
@@ -28,6 +29,8 @@ def patch_model(
     namespace: tuple = (),
     exact: bool = False,
     cuda_graphs: bool = True,
+    eviction: str = "lru",
+    pin_budget: float = 0.5,
 ) -> Any:
     """Give one model instance a prefix cache; `model.generate()` then computes only tokens it has never seen.
 
@@ -45,6 +48,10 @@ def patch_model(
             cached or computed. Otherwise the cuts follow the batch, which is faster and equal to rounding.
         cuda_graphs: capture decode steps and replay them, where the backend is Triton on a CUDA device. Steps with hooks on the model's
             modules are never captured.
+        eviction: what goes first when blocks are wanted: "lru" (least recently used), "lfu" (least often), "fifo" (stored first), "slru"
+            (LRU, but what was never reused before what was), "priority" (lowest `priority=` of `match_prefix` and `insert`), or "cost"
+            (cheapest to lose: tokens, times the cost of computing one at its depth, times its expected reuse).
+        pin_budget: the share of the pool's blocks that `model.radixkv.pin()` may hold, 0 to 1.
 
     Returns:
         The same `model`.
@@ -58,7 +65,7 @@ def patch_model(
     from radixkv.integration.handle import CacheOptions
     from radixkv.integration.patch import patch_model as patch
 
-    options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs)
+    options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs, eviction, pin_budget)
     return patch(model, options)
 
 

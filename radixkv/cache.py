@@ -16,7 +16,9 @@ from radixkv.admission import admit_rows
 from radixkv.attention import Backend
 from radixkv.decode_plan import DecodePlan, columns_for
 from radixkv.errors import OutOfBlocks, out_of_blocks
+from radixkv.eviction import PolicyMaker
 from radixkv.kernels.work import Work
+from radixkv.pin import Pin, Pins
 from radixkv.plan import Phase, Plan, StepTokens, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
@@ -35,16 +37,31 @@ class PrefixCache:
         pool: where K/V lives; owned by this cache from now on.
         backend: the attention functions that read and write the pool.
         namespace: a tuple that every prefix of this cache carries.
+        eviction: what goes first when blocks are wanted, see `RadixTree`.
+        pin_budget: the share of the pool's blocks that `pin` may hold, 0 to 1.
+
+
+    Raises:
+        ValueError: eviction is none of the names, or pin_budget no share.
     """
 
-    def __init__(self, pool: BlockPool, backend: Backend, namespace: tuple = ()):
+    def __init__(
+        self,
+        pool: BlockPool,
+        backend: Backend,
+        namespace: tuple = (),
+        eviction: str | PolicyMaker = "lru",
+        pin_budget: float = 0.5,
+    ):
         self.pool = pool
         self.backend = backend
         self.namespace = tuple(namespace)
-        self.tree = RadixTree(pool.block_size)
+        self.tree = RadixTree(pool.block_size, eviction)
         self.lock = threading.RLock()
         # Batches whose owner died come back through this queue: a finalizer may run in the middle of any operation, so it only appends.
         self.returned: deque[Batch] = deque()
+        self._eviction = eviction
+        self._pins = Pins(pin_budget)
         self._live: set[Batch] = set()
         self._counters = Counters()
         self._weights_version = 0
@@ -52,25 +69,76 @@ class PrefixCache:
 
     # What a user calls ----------------------------------------------------------------------------------------------------------------
 
-    def match_prefix(self, token_ids, namespace: tuple = ()) -> Lease:
+    def match_prefix(self, token_ids, namespace: tuple = (), priority: int | None = None) -> Lease:
         """Hold the longest cached prefix of a prompt.
 
         Args:
             token_ids: [n] token ids: list, tuple, numpy or torch integers.
             namespace: what to add to this cache's namespace.
+            priority: from now on that of the prefix, and of what a generate() with it stores; the lowest is evicted first. None leaves
+                it as it is, 0 at first. With eviction="priority" only.
 
         Returns:
             A lease of `.length` tokens (0 is fine) to pass as `generate(prefix_cache=...)`. The blocks stay until it is released: by
             `release()`, by the end of a `with` block, when an output that used it is inserted or dropped, or when it is dropped itself.
 
         Raises:
-            ValueError: token_ids is not a flat run of token ids, or namespace is not a tuple.
+            ValueError: token_ids is not a flat run of token ids, namespace is not a tuple, or the policy takes no such priority.
         """
         key = token_key(token_ids)
         require_namespace("match_prefix", namespace)
         with self.lock:
             self._collect()
-            return self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)))
+            return self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)), priority)
+
+    def pin(self, token_ids, namespace: tuple = ()) -> Pin:
+        """Keep the longest cached prefix of some tokens until it is unpinned; nothing is computed.
+
+        Pinned blocks are never evicted and survive `clear()`. `invalidate()` lets go of all pins, and so does a move of the model.
+
+        Args:
+            token_ids: [n] token ids: list, tuple, numpy or torch integers.
+            namespace: what to add to this cache's namespace.
+
+        Returns:
+            The pin, of `.length` tokens. It lasts until its `release()`, `unpin(pin)` or the end of a `with` block, even if it is dropped.
+
+        Raises:
+            ValueError: nothing of it is cached, token_ids is not a flat run of token ids, or namespace is not a tuple.
+            OutOfBlocks: more than `pin_budget` of the pool would be pinned; nothing is changed.
+        """
+        key = token_key(token_ids)
+        require_namespace("pin", namespace)
+        with self.lock:
+            self._collect()
+            lease = self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)))
+            try:
+                if not lease.length:
+                    raise ValueError(
+                        f"pin: nothing of these {len(key) // TOKEN_BYTES} tokens is cached in namespace {namespace}: "
+                        "run generate() on them or insert() them first, and check with match_prefix()"
+                    )
+                return self._pins.hold(self, lease)
+            except BaseException:
+                lease.release()
+                raise
+
+    def unpin(self, pin: Pin) -> None:
+        """Let a pinned prefix be evicted like any other. Nothing happens if that was done before.
+
+        Raises:
+            ValueError: it is no pin of this cache.
+        """
+        if not isinstance(pin, Pin) or not pin.is_of(self):
+            raise ValueError(f"unpin: expected what pin() of this cache returned (see `pins`), got {pin!r}")
+        with self.lock:
+            self._pins.let_go(pin)
+
+    @property
+    def pins(self) -> tuple[Pin, ...]:
+        """The pins that are held, in the order in which they were made."""
+        with self.lock:
+            return self._pins.all()
 
     def stats(self) -> CacheStats:
         """A snapshot of the counters and of the pool."""
@@ -89,6 +157,7 @@ class PrefixCache:
                 blocks_free=self.pool.num_free,
                 blocks_cached=evictable,
                 blocks_leased=self.pool.num_blocks - self.pool.num_free - evictable,
+                blocks_pinned=self._pins.num_blocks,
             )
 
     def reset_stats(self) -> None:
@@ -107,10 +176,14 @@ class PrefixCache:
     def invalidate(self) -> None:
         """The model's weights changed: nothing cached so far is served again, and what nobody holds is dropped.
 
+        All pins are let go. What a lease or a running sequence holds stays until it is released, and is the first to go then.
+
         A patched model sees for itself that its parameters were written or replaced, except for writes through `parameter.data`, which
         leave no trace: call this after those.
         """
         with self.lock:
+            self._pins.let_go_of_all()
+            self.tree.retire((("weights", self._weights_version),))
             self._weights_version += 1
             self.clear()
 
@@ -142,7 +215,9 @@ class PrefixCache:
             self._collect()
             if self._live:
                 raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
-            self.pool, self.backend, self.tree = pool, backend, RadixTree(pool.block_size)
+            tier = make_tier(pool, self._host_bytes)
+            self._pins.let_go_of_all()
+            self.pool, self.backend, self.tree = pool, backend, RadixTree(pool.block_size, self._eviction)
             self._decode_plans = {}
             self._counters.evicted_before = 0
 
@@ -234,16 +309,23 @@ class PrefixCache:
                 batch.step_rows, batch.carried = tuple(rows), {}
             yield from self._step(batch, "decode", sequences, num_rows)
 
-    def store(self, batch: Batch) -> None:
-        """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone."""
+    def store(self, batch: Batch, priority: int | None = None) -> None:
+        """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
+
+        Args:
+            batch: whose steps are done. priority: see `match_prefix`; None takes that of the caller's lease.
+        """
+        self.tree.require_priority("insert", priority)
         with self.lock:
             if batch.closed:
                 return
             if batch.namespace[0] != self.full_namespace()[0]:  # computed with weights that have changed since
                 self._discard(batch)
                 return
+            if priority is None and batch.lent is not None:
+                priority = batch.lent.priority
             for sequence in batch.sequences:
-                self._insert(sequence, batch.namespace)
+                self._insert(sequence, batch.namespace, priority)
             self._discard(batch)
 
     def discard(self, batch: Batch) -> None:
@@ -251,16 +333,19 @@ class PrefixCache:
         with self.lock:
             self._discard(batch)
 
-    def insert_computed(self, token_ids, keys: Seq[torch.Tensor], values: Seq[torch.Tensor]) -> None:
+    def insert_computed(self, token_ids, keys: Seq[torch.Tensor], values: Seq[torch.Tensor], priority: int | None = None) -> None:
         """Store K/V that somebody else computed.
 
         Args:
             token_ids: [n] token ids.
             keys, values: per layer [n, num_kv_heads, head_dim], rotated as the model's attention wants them.
+            priority: see `match_prefix`.
 
         Raises:
+            ValueError: the policy takes no such priority.
             OutOfBlocks: the pool cannot hold them.
         """
+        self.tree.require_priority("insert", priority)
         key = token_key(token_ids)
         batch = self.admit([key], [1], counted=False)
         try:
@@ -272,7 +357,7 @@ class PrefixCache:
         except BaseException:
             self.discard(batch)
             raise
-        self.store(batch)
+        self.store(batch, priority)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take free blocks, evicting what is needed and no more. The caller holds the lock.
@@ -287,7 +372,7 @@ class PrefixCache:
             evictable = self.tree.num_evictable_blocks
             if short > evictable:
                 free, block_size = self.pool.num_free, self.pool.block_size
-                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable)
+                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
             self.pool.release(self.tree.evict(short))
         return self.pool.allocate(num_blocks)
 
@@ -363,7 +448,7 @@ class PrefixCache:
                     sequence.lease.release()
                     sequence.lease = shorter
 
-    def _insert(self, sequence: Sequence, namespace: tuple) -> None:
+    def _insert(self, sequence: Sequence, namespace: tuple, priority: int | None) -> None:
         """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
         if sequence.num_stored == 0:
             return
@@ -372,7 +457,7 @@ class PrefixCache:
             sequence.lease = None
         num_blocks = -(-sequence.num_stored // self.pool.block_size)
         key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
-        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace)
+        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace, priority)
         own = range(sequence.num_leased, len(sequence.blocks))
         unused = [sequence.blocks[i] for i in own if i < inserted.first_adopted or i >= num_blocks]
         sequence.blocks, sequence.num_leased = inserted.blocks, num_blocks

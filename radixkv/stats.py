@@ -15,7 +15,7 @@ class CacheStats:
         computed_tokens: packed rows given to the first layer, prompt and decode steps alike.
         stock_calls: calls that took the model's own path. evicted_tokens: cached tokens dropped to make room.
         blocks_free, blocks_cached, blocks_leased: free; in the tree and evictable; held by a lease or a running sequence. They add up to
-            the pool.
+            the pool. blocks_pinned: those of blocks_leased that a pin holds.
     """
 
     requests: int = 0
@@ -29,6 +29,7 @@ class CacheStats:
     blocks_free: int = 0
     blocks_cached: int = 0
     blocks_leased: int = 0
+    blocks_pinned: int = 0
 
     @property
     def hit_rate(self) -> float:
