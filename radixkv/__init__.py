@@ -14,10 +14,11 @@ from radixkv.errors import OutOfBlocks
 from radixkv.pin import Pin
 from radixkv.pool import BlockPool
 from radixkv.stats import CacheStats
+from radixkv.token_key import TokenKey
 from radixkv.tree import Lease, RadixTree
 
 __version__ = "0.1.0"
-__all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "Pin", "PrefixCache", "RadixTree", "patch_model", "unpatch_model"]
+__all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "Pin", "PrefixCache", "RadixTree", "TokenKey", "patch_model", "unpatch_model"]
 
 
 def patch_model(

@@ -20,8 +20,8 @@ def token_key(tokens: Any) -> bytes:
     """Turns token ids into the bytes of their int32 values.
 
     Args:
-        tokens: a list, tuple or range of ints, a 1-D numpy array or torch tensor of integers, or a key that this
-            function made before, which comes back as it is. Ids are in 0 .. 2**31 - 1.
+        tokens: a list, tuple or range of ints, a 1-D numpy array or torch tensor of integers, a `TokenKey`, or a key that
+            this function made before, which comes back as it is. Ids are in 0 .. 2**31 - 1.
 
     Returns:
         4 bytes per token, little-endian.
@@ -33,6 +33,8 @@ def token_key(tokens: Any) -> bytes:
         if len(tokens) % TOKEN_BYTES:
             raise ValueError(f"token_key: a key has 4 bytes per token, got {len(tokens)} bytes")
         return tokens
+    if isinstance(tokens, TokenKey):
+        return bytes(tokens)
     if isinstance(tokens, (list, tuple, range)):
         return _key_of_sequence(tokens)
     if hasattr(tokens, "detach"):
@@ -42,6 +44,67 @@ def token_key(tokens: Any) -> bytes:
     if isinstance(tokens, np.ndarray):
         return _key_of_array(tokens)
     raise ValueError(f"token_key: tokens must be a list, tuple, 1-D array or tensor of ints, or bytes, got {type(tokens).__name__}")
+
+
+class TokenKey:
+    """A key that is built once per request and grows while tokens are generated.
+
+    It stands wherever tokens do and is not converted again there; what was appended since the last time is joined on.
+
+    Args:
+        tokens: the first tokens, see `token_key`.
+
+    Raises:
+        ValueError: for what `token_key` refuses.
+    """
+
+    __slots__ = ("_joined", "_appended")
+
+    def __init__(self, tokens: Any = ()) -> None:
+        self._joined = token_key(tokens)
+        self._appended = bytearray()
+
+    def append(self, token_id: int) -> None:
+        """Adds one token, in time that does not depend on the length.
+
+        Args:
+            token_id: an int (or a numpy or torch integer) in 0 .. 2**31 - 1.
+
+        Raises:
+            ValueError: for anything else; nothing is added.
+        """
+        if type(token_id) is int and 0 <= token_id < 2**31:
+            self._appended += token_id.to_bytes(TOKEN_BYTES, "little")
+        else:
+            self.extend([token_id])
+
+    def extend(self, tokens: Any) -> None:
+        """Adds tokens.
+
+        Args:
+            tokens: see `token_key`.
+
+        Raises:
+            ValueError: for what it refuses; nothing is added.
+        """
+        self._appended += token_key(tokens)
+
+    def __bytes__(self) -> bytes:
+        if self._appended:
+            self._joined += bytes(self._appended)
+            self._appended.clear()
+        return self._joined
+
+    def __len__(self) -> int:
+        return (len(self._joined) + len(self._appended)) // TOKEN_BYTES
+
+    def __eq__(self, other: object) -> bool:
+        return bytes(self) == bytes(other) if isinstance(other, TokenKey) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"TokenKey({len(self)} tokens)"
 
 
 def namespace_key(namespace: tuple) -> tuple:
