@@ -48,6 +48,8 @@ def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Le
 
 
 def _search(cache: PrefixCache, key: bytes, limit: int, namespace: tuple, whole_blocks: bool) -> Lease:
+    if cache.tier is not None and not whole_blocks:
+        cache.tier.restore(cache, key, namespace, limit)
     match = cache.tree.match_prefix(key, namespace, limit)
     if whole_blocks:
         block_size = cache.pool.block_size
