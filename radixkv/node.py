@@ -177,16 +177,18 @@ def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int,
         The last node that it enters, the byte of the key at which that node starts, and how many bytes of its edge match.
     """
     node, start, position = root, 0, 0
-    while position < end and node.children:
+    while position < end and (children := node.children):
         block = key[position : position + block_bytes]
-        child = node.children.get(block)
+        child = children.get(block)
         if child is None:
             nearest, matched = node.nearest_child(block)
             if nearest is not None:
                 return nearest, position, min(matched, end - position)
             break
-        if not key.startswith(child.edge, position):
-            return child, position, min(common_bytes(child.edge, key, position), end - position)
+        edge = child.edge
+        # An edge of one block is the child's key, which the lookup has compared.
+        if (edge_bytes := len(edge)) > block_bytes and not key.startswith(edge, position):
+            return child, position, min(common_bytes(edge, key, position), end - position)
         node, start = child, position
-        position += len(node.edge)
+        position += edge_bytes
     return node, start, min(position, end) - start
