@@ -67,14 +67,14 @@ def cases(target: str) -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     for index, shape in enumerate(HEAD_SHAPES):
         yield shape, bf16, 64 if target == "sm_90" else configs.BLOCK_SIZES[index % 4], {}
-    yield "qwen2.5-0.5b", fp16, 64, {"sliding_window": 7, "softcap": 30.0}
+    yield "qwen2.5-0.5b", fp16, 64, {"sliding_window": 4096, "softcap": 30.0}
     yield "qwen2.5-7b", fp32, 16, {}
     if target != "sm_90":
         return
     for shape in ("qwen2.5-0.5b", "qwen2.5-7b"):
         for block_size in (16, 32, 128):
             yield shape, bf16, block_size, {}
-        yield shape, bf16, 16, {"sliding_window": 7}
+        yield shape, bf16, 16, {"sliding_window": 4096}
         yield shape, bf16, 64, {"softcap": 30.0}
         yield shape, fp16, 16, {}
         yield shape, fp16, 64, {}
@@ -82,10 +82,10 @@ def cases(target: str) -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]
     yield "qwen2.5-0.5b", fp32, 16, {}
     # Where a window changes the configuration.
     for block_size in (32, 64, 128):
-        yield "qwen2.5-0.5b", bf16, block_size, {"sliding_window": 7}
-    yield "qwen2.5-0.5b", fp16, 16, {"sliding_window": 7}
-    yield "qwen2.5-7b", bf16, 64, {"sliding_window": 7, "softcap": 30.0}
-    yield "qwen2.5-7b", fp32, 64, {"sliding_window": 7, "softcap": 30.0}
+        yield "qwen2.5-0.5b", bf16, block_size, {"sliding_window": 4096}
+    yield "qwen2.5-0.5b", fp16, 16, {"sliding_window": 4096}
+    yield "qwen2.5-7b", bf16, 64, {"sliding_window": 4096, "softcap": 30.0}
+    yield "qwen2.5-7b", fp32, 64, {"sliding_window": 4096, "softcap": 30.0}
 
 
 def compile_all(target: str) -> list[dict[str, Any]]:
