@@ -1,0 +1,98 @@
+"""What of a cache is saved: the nodes of its trees, each token once, and where their K/V lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from radixkv.history import path_key
+from radixkv.load_plan import SavedNodes
+from radixkv.node import Node, Root
+from radixkv.pool import BlockPool
+from radixkv.token_key import TOKEN_BYTES, namespace_of
+from radixkv.tree import RadixTree
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+
+
+class Source(NamedTuple):
+    """A pool, and the slots of the tokens that are saved from it, in the order of the file."""
+
+    pool: BlockPool
+    slots: list[np.ndarray]
+
+    def add(self, node: Node, first: int) -> None:
+        """The tokens of a node from its first-th on."""
+        blocks, block_size = np.asarray(node.blocks, np.int64), self.pool.block_size
+        self.slots.append((blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)[first : len(node.edge) // TOKEN_BYTES])
+
+
+class Snapshot:
+    """The nodes of all namespaces of the present weights, and where their tokens' K/V lies."""
+
+    def __init__(self, cache: PrefixCache) -> None:
+        self._present = cache.full_namespace()[:1]
+        self._tree = cache.tree
+        self._namespaces: dict[tuple, int] = {}
+        self._columns: list[tuple[int, int, int, int]] = []
+        self._stamps: list[tuple[bool, float]] = []
+        self._edges: list[bytes] = []
+        # Of each node of a tree that was walked: its place among the saved ones, -1 for a root and for what need not be saved.
+        self._places: dict[Node, int] = {}
+        self.sources = [Source(cache.pool, [])]
+        for node, namespace, position in self._walk(cache.tree):
+            self._add(self.sources[0], node, namespace, position, self._places[self._parent(node)], 0)
+        if cache.tier is not None:
+            self.sources.append(Source(cache.tier.pool, []))
+            for node, namespace, position in self._walk(cache.tier.tree):
+                self._add_beyond_pool(node, namespace, position)
+
+    def nodes(self) -> SavedNodes:
+        """As the file has them."""
+        parents, positions, namespace_ids, lengths = np.array(self._columns, np.int64).reshape(-1, 4).T
+        order = sorted(range(len(self._stamps)), key=self._stamps.__getitem__)
+        ranks = np.empty(len(order), np.int64)
+        ranks[order] = np.arange(len(order))
+        return SavedNodes(parents, positions, namespace_ids, lengths, ranks, b"".join(self._edges), list(self._namespaces))
+
+    def _walk(self, tree: RadixTree) -> Iterator[tuple[Node, tuple, int]]:
+        """The nodes of a tree, each after its parent, with their full namespaces and the position of their first token."""
+        above: dict[Node, tuple[tuple, int]] = {}
+        for node in tree.nodes():
+            if isinstance(node, Root):
+                namespace = namespace_of(node.namespace_key)
+                if namespace[:1] == self._present:
+                    above[node], self._places[node] = (namespace, 0), -1
+            elif (entry := above.get(self._parent(node))) is not None:
+                namespace, position = entry
+                above[node] = namespace, position + len(node.edge) // TOKEN_BYTES
+                yield node, namespace, position
+
+    def _add(self, source: Source, node: Node, namespace: tuple, position: int, parent: int, first: int) -> None:
+        self._places[node] = len(self._columns)
+        namespace_id = self._namespaces.setdefault(namespace[1:], len(self._namespaces))
+        self._columns.append((parent, position + first, namespace_id, len(node.edge) // TOKEN_BYTES - first))
+        # What was evicted to the second tier was used before what was not.
+        self._stamps.append((source is self.sources[0], node.stamp))
+        self._edges.append(node.edge[first * TOKEN_BYTES :])
+        source.add(node, first)
+
+    def _add_beyond_pool(self, node: Node, namespace: tuple, position: int) -> None:
+        """Saves those tokens of a node of the second tier that the pool does not have."""
+        end = position + len(node.edge) // TOKEN_BYTES
+        match = self._tree.match_prefix(path_key(node), namespace)
+        if match.length == end:
+            self._places[node] = -1
+            return
+        parent = self._places[self._parent(node)]
+        if match.length >= position and match.node is not None:
+            parent = self._places[match.node]
+        self._add(self.sources[1], node, namespace, position, parent, max(0, match.length - position))
+
+    @staticmethod
+    def _parent(node: Node) -> Node:
+        assert node.parent is not None
+        return node.parent
