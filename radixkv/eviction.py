@@ -19,8 +19,8 @@ _LN2 = 0.6931471805599453
 class SlruQueue(Eviction):
     """Segmented LRU: what was leased since it was stored is protected, and goes after what never was.
 
-    At most four of five waiting leaves are protected; beyond that the least recently used of them join the others, as if used
-    now. A node's `worth` is whether it is protected.
+    No more of the waiting leaves are protected than are not: beyond that the least recently used of them join the others, as if
+    used now. A node's `worth` is whether it is protected.
 
     Source: Karedla, Love, Wherry: Caching strategies to improve disk system performance, Computer 27(3), 1994.
     """
@@ -29,60 +29,64 @@ class SlruQueue(Eviction):
 
     def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
         super().__init__(block_size, clock)
-        self._segments = LruQueue(block_size, self.clock), LruQueue(block_size, self.clock)
-        self._sizes = [0, 0]
+        self._others = LruQueue(block_size, self.clock)
+        self._protected = LruQueue(block_size, self.clock)
+        # Protected leaves less others, never above 0 between two calls: each adds one at most, and a demotion takes off two.
+        self._surplus = 0
 
     def add(self, leaf: Node) -> None:
         leaf.worth = False
-        self._segments[False].add(leaf)
-        self._sizes[False] += 1
+        self._surplus -= 1
+        self._others.add(leaf)
 
     def renew(self, node: Node) -> None:
-        self._segments[bool(node.worth)].touch(node)
+        (self._protected if node.worth else self._others).touch(node)
 
     def touch(self, node: Node) -> None:
-        if node.place:
-            self.discard(node)
-            self.restore(node)
-        else:
-            node.stamp, node.worth = next(self.clock), True
+        node.stamp, node.worth = next(self.clock), True
 
     def restore(self, leaf: Node) -> None:
         leaf.worth = True
-        self._segments[True].restore(leaf)
-        self._sizes[True] += 1
+        self._protected.add(leaf)
+        self._surplus += 1
         self._balance()
 
     def expose(self, leaf: Node) -> None:
-        segment = bool(leaf.worth)
-        self._segments[segment].expose(leaf)
-        self._sizes[segment] += 1
-        self._balance()
+        if leaf.worth:
+            self._protected.expose(leaf)
+            self._surplus += 1
+            self._balance()
+        else:
+            self._others.expose(leaf)
+            self._surplus -= 1
 
     def discard(self, node: Node) -> None:
-        if node.place:
-            segment = bool(node.worth)
-            self._segments[segment].discard(node)
-            self._sizes[segment] -= 1
+        if not node.place:
+            return
+        if node.worth:
+            self._protected.discard(node)
+            self._surplus -= 1
+        else:
+            self._others.discard(node)
+            self._surplus += 1
             self._balance()
 
     def absorb(self, parent: Node, child: Node) -> None:
         parent.stamp = max(parent.stamp, child.stamp)
-        parent.worth = bool(parent.worth) or child.worth
+        parent.worth = bool(parent.worth or child.worth)
 
     def first(self) -> Node | None:
-        return self._segments[False].first() or self._segments[True].first()
+        return self._others.first() or self._protected.first()
 
     def nodes(self) -> list[Node]:
-        return self._segments[False].nodes() + self._segments[True].nodes()
+        return self._others.nodes() + self._protected.nodes()
 
     def _balance(self) -> None:
-        sizes = self._sizes
-        while 5 * sizes[True] > 4 * (sizes[False] + sizes[True]):
-            leaf = self._segments[True].first()
+        if self._surplus > 0:
+            leaf = self._protected.first()
             assert leaf is not None
-            self._segments[True].discard(leaf)
-            sizes[True] -= 1
+            self._protected.discard(leaf)
+            self._surplus -= 1
             self.add(leaf)
 
 

@@ -53,7 +53,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def touch(self, node: Node) -> None:
-        """A lease on a node has ended; it waits if it did."""
+        """A lease has ended on a node that is still locked or has children, and so does not wait."""
 
     @abstractmethod
     def restore(self, leaf: Node) -> None:
@@ -61,7 +61,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def expose(self, leaf: Node) -> None:
-        """An unlocked node has lost its last child, or comes from another policy: it waits from now on, and this is no use of it."""
+        """An unlocked node has lost its last child: it waits from now on, and this is no use of it."""
 
     @abstractmethod
     def discard(self, node: Node) -> None:
@@ -171,8 +171,6 @@ class HeapQueue(Eviction):
     def touch(self, node: Node) -> None:
         node.stamp = next(self.clock)
         self.count_use(node)
-        if node.place:
-            self._push(node)
 
     restore = add
 

@@ -294,7 +294,8 @@ class RadixTree:
             node.queue.discard(node)
             node.queue = self._stale_queue
             if not node.locks and not node.children:
-                node.queue.expose(node)
+                # With a new stamp: by the old one an entry that it left behind in the policy would pass for one of a waiting leaf.
+                node.queue.add(node)
 
     def blocks(self) -> list[int]:
         """All ids that the tree holds, in no particular order."""
