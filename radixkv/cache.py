@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,8 +17,13 @@ from radixkv.admission import admit_rows
 from radixkv.attention import Backend
 from radixkv.decode_plan import DecodePlan, columns_for
 from radixkv.errors import OutOfBlocks, out_of_blocks
+from radixkv.events import Hit
 from radixkv.eviction import PolicyMaker
+from radixkv.host_tier import Victim, make_tier, path_of
 from radixkv.kernels.work import Work
+from radixkv.meter import PromptMeter
+from radixkv.node import Node
+from radixkv.observe import Observed
 from radixkv.pin import Pin, Pins
 from radixkv.plan import Phase, Plan, StepTokens, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
@@ -26,8 +32,11 @@ from radixkv.stats import CacheStats, Counters
 from radixkv.step import HeldStep, Step
 from radixkv.tree import Lease, RadixTree, token_key
 
+if TYPE_CHECKING:
+    from radixkv.persist import LoadReport, SaveReport
 
-class PrefixCache:
+
+class PrefixCache(Observed):
     """Every token's K/V in a pool of blocks, found again by the longest cached prefix.
 
     All methods may be called from several threads; a step holds the lock from planning to commit, so a block is never read before it is
@@ -39,10 +48,13 @@ class PrefixCache:
         namespace: a tuple that every prefix of this cache carries.
         eviction: what goes first when blocks are wanted, see `RadixTree`.
         pin_budget: the share of the pool's blocks that `pin` may hold, 0 to 1.
+        host_bytes: host memory for evicted blocks, see `HostTier`; 0: none, they are lost.
 
+    Attributes:
+        tier: the second tier; None: none.
 
     Raises:
-        ValueError: eviction is none of the names, or pin_budget no share.
+        ValueError: eviction is none of the names, pin_budget no share, or host_bytes less than a block.
     """
 
     def __init__(
@@ -52,18 +64,21 @@ class PrefixCache:
         namespace: tuple = (),
         eviction: str | PolicyMaker = "lru",
         pin_budget: float = 0.5,
+        host_bytes: int = 0,
     ):
         self.pool = pool
         self.backend = backend
         self.namespace = tuple(namespace)
-        self.tree = RadixTree(pool.block_size, eviction)
-        self.lock = threading.RLock()
+        super().__init__(RadixTree(pool.block_size, eviction))
         # Batches whose owner died come back through this queue: a finalizer may run in the middle of any operation, so it only appends.
         self.returned: deque[Batch] = deque()
         self._eviction = eviction
         self._pins = Pins(pin_budget)
+        self._host_bytes = host_bytes
+        self.tier = make_tier(pool, host_bytes)
         self._live: set[Batch] = set()
         self._counters = Counters()
+        self.meter = PromptMeter(pool.device)
         self._weights_version = 0
         self._decode_plans: dict[int, DecodePlan] = {}
 
@@ -89,7 +104,11 @@ class PrefixCache:
         require_namespace("match_prefix", namespace)
         with self.lock:
             self._collect()
-            return self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)), priority)
+            full_namespace = self.full_namespace(namespace)
+            if self.tier is not None:
+                self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
+            self._counters.lookups += 1
+            return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
 
     def pin(self, token_ids, namespace: tuple = ()) -> Pin:
         """Keep the longest cached prefix of some tokens until it is unpinned; nothing is computed.
@@ -144,7 +163,7 @@ class PrefixCache:
         """A snapshot of the counters and of the pool."""
         with self.lock:
             self._collect()
-            counters, evictable = self._counters, self.tree.num_evictable_blocks
+            counters, evictable, history = self._counters, self.tree.num_evictable_blocks, self.tree.history
             return CacheStats(
                 requests=counters.requests,
                 hits=counters.hits,
@@ -153,22 +172,39 @@ class PrefixCache:
                 cached_tokens=counters.cached_tokens,
                 computed_tokens=counters.computed_tokens,
                 stock_calls=counters.stock_calls,
-                evicted_tokens=self.tree.evicted_tokens - counters.evicted_before,
+                evicted_tokens=history.evicted_tokens - counters.evicted_before,
                 blocks_free=self.pool.num_free,
                 blocks_cached=evictable,
                 blocks_leased=self.pool.num_blocks - self.pool.num_free - evictable,
                 blocks_pinned=self._pins.num_blocks,
+                blocks_host=0 if self.tier is None else self.tier.tree.num_blocks,
+                restored_tokens=0 if self.tier is None else self.tier.restored_tokens - counters.restored_before,
+                lookups=counters.lookups,
+                insertions=history.num_insertions - counters.insertions_before,
+                stored_tokens=history.stored_tokens - counters.stored_before,
+                evicted_blocks=history.evicted_blocks - counters.evicted_blocks_before,
+                tree_tokens=self.tree.num_tokens,
             )
 
     def reset_stats(self) -> None:
         """Set all counters to zero; what is cached stays."""
         with self.lock:
-            self._counters = Counters(evicted_before=self.tree.evicted_tokens)
+            restored = 0 if self.tier is None else self.tier.restored_tokens
+            history = self.tree.history
+            self._counters = Counters(
+                evicted_before=history.evicted_tokens,
+                restored_before=restored,
+                insertions_before=history.num_insertions,
+                stored_before=history.stored_tokens,
+                evicted_blocks_before=history.evicted_blocks,
+            )
 
     def clear(self) -> None:
-        """Drop every cached prefix that nobody holds."""
+        """Drop every cached prefix that nobody holds, from host memory too."""
         with self.lock:
             self._collect()
+            if self.tier is not None:
+                self.tier.clear()
             evicted = self.tree.evicted_tokens
             self.pool.release(self.tree.clear())
             self._counters.evicted_before += self.tree.evicted_tokens - evicted
@@ -187,6 +223,51 @@ class PrefixCache:
             self._weights_version += 1
             self.clear()
 
+    def save(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> SaveReport:
+        """Write every cached prefix to a file, in place of the one that is there.
+
+        All namespaces are in it, partly filled blocks too, each token once. The file holds the tokens themselves: keep it as you keep the
+        prompts. It is one of safetensors; at every moment, whatever is killed, the whole old one or the whole new one stands at `path`. No
+        step runs while the pool is read, which takes as long as writing it; beside the pool a few megabytes are needed.
+
+        Args:
+            path: the file to write; its folder exists.
+            fingerprint: facts that must be the same where the file is loaded: which weights, what for; anything that JSON can hold.
+                One that is None where it is loaded is not compared.
+
+        Returns:
+            A report, also logged at level INFO.
+
+        Raises:
+            OSError: it could not be written; the old file is as it was.
+            ValueError: a namespace holds other than str, int, float, bool, bytes, None and tuples of those, or the fingerprint something
+                that JSON has no form for.
+        """
+        from radixkv.persist import save_cache
+
+        return save_cache(self, path, lambda: fingerprint or {})
+
+    def load(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> LoadReport:
+        """Add the prefixes of a file that `save` wrote to what is cached, all or, on an exception, none of them.
+
+        Nothing is evicted: what was used last is loaded first, up to the free blocks, the last prefix in part. What was loaded counts as
+        used now, in the order of its uses before. The block size may be another one than where the file was saved.
+
+        Args:
+            path: the file.
+            fingerprint: what `save` was given.
+
+        Returns:
+            A report of what was loaded and what not, and whether that was faster than computing it; also logged at level INFO.
+
+        Raises:
+            OSError: it could not be read.
+            ValueError: the file is damaged, of another format, or differs in dtype, shape, namespace or fingerprint (the message says how).
+        """
+        from radixkv.persist import load_cache
+
+        return load_cache(self, path, lambda: fingerprint or {})
+
     def check(self) -> None:
         """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.
 
@@ -198,12 +279,23 @@ class PrefixCache:
             self.tree.check()
             rows = [sequence for batch in self._live for sequence in batch.sequences]
             self.pool.check(self.tree.blocks(), *(row.blocks[row.num_leased :] for row in rows))
+            if self.tier is not None:
+                self.tier.check()
 
     # What the integration calls -------------------------------------------------------------------------------------------------------
 
     def full_namespace(self, namespace: tuple = ()) -> tuple:
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
         return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock, with what was given back taken in; before and after, the device has done all that it was asked to."""
+        with self.lock:
+            self._collect()
+            self._synchronize()
+            yield
+            self._synchronize()
 
     def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
         """Start over, empty, on another pool.
@@ -217,9 +309,12 @@ class PrefixCache:
                 raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
             tier = make_tier(pool, self._host_bytes)
             self._pins.let_go_of_all()
-            self.pool, self.backend, self.tree = pool, backend, RadixTree(pool.block_size, self._eviction)
+            self.tier = tier
+            self.pool, self.backend = pool, backend
+            self._replace_tree(RadixTree(pool.block_size, self._eviction))
             self._decode_plans = {}
-            self._counters.evicted_before = 0
+            self.meter = PromptMeter(pool.device)
+            self._counters.restored_before = 0
 
     def count_stock_call(self) -> None:
         with self.lock:
@@ -255,12 +350,12 @@ class PrefixCache:
             ValueError: a row does not begin with the lease's tokens.
             OutOfBlocks: the pool cannot hold the rows.
         """
-        with self.lock:
-            self._collect()
-            namespace = self.full_namespace() if lease is None else lease.namespace
-            batch = Batch([Sequence(bytearray(key)) for key in keys], namespace, counted=counted)
-            self._live.add(batch)
-            try:
+        batch = Batch([Sequence(bytearray(key)) for key in keys], (), counted=counted)
+        try:
+            with self.lock:
+                self._collect()
+                batch.namespace = self.full_namespace() if lease is None else lease.namespace
+                self._live.add(batch)
                 try:
                     admit_rows(self, batch, num_logits, lease, whole_blocks=False)
                 except OutOfBlocks:
@@ -268,15 +363,15 @@ class PrefixCache:
                     self._let_go(batch)
                     batch.sequences = [Sequence(bytearray(key)) for key in keys]
                     admit_rows(self, batch, num_logits, lease, whole_blocks=True)
-            except BaseException:
-                self._discard(batch)
-                raise
-            if lease is not None:
-                batch.lent = lease
-                lease.lend()
-            if counted:
-                self._count_requests(batch)
-            return batch
+                if lease is not None:
+                    batch.lent = lease
+                    lease.lend()
+                if counted:
+                    self._count_requests(batch)
+        except BaseException:  # an interrupt while events are told included
+            self.discard(batch)
+            raise
+        return batch
 
     @contextmanager
     def prompt_step(self, batch: Batch) -> Iterator[Step]:
@@ -373,14 +468,37 @@ class PrefixCache:
             if short > evictable:
                 free, block_size = self.pool.num_free, self.pool.block_size
                 raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
-            self.pool.release(self.tree.evict(short))
+            self._evict(short)
         return self.pool.allocate(num_blocks)
 
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
+        return self.pool.num_free + self.tree.num_evictable_blocks
+
     # Inside, under the lock -----------------------------------------------------------------------------------------------------------
+
+    def _evict(self, num_blocks: int) -> None:
+        victims: dict[Node, Victim] = {}
+
+        def note(node: Node) -> None:
+            if node not in victims:
+                victims[node] = path_of(node)
+
+        given_up = self.tree.evict(num_blocks, None if self.tier is None else note)
+        try:
+            if self.tier is not None:
+                self.tier.store(list(victims.values()))
+        finally:
+            self.pool.release(given_up)
 
     def _collect(self) -> None:
         while self.returned:
             self._discard(self.returned.popleft())
+
+    def _synchronize(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
 
     def _step(self, batch: Batch, phase: Phase, sequences: list[Sequence], num_rows: int | None = None) -> Iterator[Step]:
         if batch.closed:
@@ -401,7 +519,11 @@ class PrefixCache:
                 step = Step(self.pool, self.backend, self._assemble_decode(sequences, batch))
         if batch.counted:
             self._counters.computed_tokens += num_tokens
-        yield step
+        if phase == "prefill" and batch.counted:
+            with self.meter.measure(num_tokens):
+                yield step
+        else:
+            yield step
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
         if plan is not None:
@@ -483,8 +605,14 @@ class PrefixCache:
                 lease.release()
 
     def _count_requests(self, batch: Batch) -> None:
-        counters = self._counters
+        counters, listener = self._counters, self.tree.history.listener
+        if batch.lent is None:
+            counters.lookups += len(batch.sequences)
         for sequence in batch.sequences:
+            if sequence.lease is not None:
+                sequence.lease.count_hit()
+            if listener is not None and sequence.hit_len:
+                listener(Hit(self.tree.tick(), batch.namespace, bytes(sequence.key), sequence.hit_len))
             counters.requests += 1
             counters.hits += 2 * sequence.hit_len >= sequence.num_tokens
             counters.prompt_tokens += sequence.num_tokens

@@ -145,7 +145,7 @@ class Explanation:
         return told + self._dropped()
 
     def _dropped(self) -> list[str]:
-        why = {"clear": "the cache was cleared", "weights": "the model's weights had changed"}
+        why = {"clear": "the cache was cleared", "weights": "the model's weights had changed", "pool": "the model was moved or cast"}
         if self.dropped is None or self.loss is not None or not self.dropped.num_tokens:
             return []
         dropped = self.dropped

@@ -113,6 +113,20 @@ class History:
             self._trimmed.clear()
             self._places.clear()
 
+    def give_up_all(self, tree: RadixTree, reason: str) -> None:
+        """The whole tree is about to be given up, what is leased included."""
+        self.begin(reason, tree.tick())
+        for node in reversed(tree.nodes()):
+            if self.listener is not None and not isinstance(node, Root):
+                self.give_up(node, 0)
+        self.end(tree.num_tokens, tree.num_blocks)
+
+    def carry_on(self, other: History) -> None:
+        """Goes on where the history of the tree before this one ended."""
+        self.num_insertions, self.stored_tokens = other.num_insertions, other.stored_tokens
+        self.evicted_tokens, self.evicted_blocks = other.evicted_tokens, other.evicted_blocks
+        self.dropped, self.listener = other.dropped, other.listener
+
     def lost_runs(self, root_key: tuple, key: bytes, position: int) -> list[EvictedRun]:
         """The runs that a key would have matched, the first of which holds the token at byte `position`; empty if that was not evicted."""
         runs = [run for run in self._runs if run.root_key == root_key]

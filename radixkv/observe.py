@@ -22,11 +22,11 @@ class Observed:
         lock: held by every operation; when it is let go of, `events` are told.
     """
 
-    tree: RadixTree
-
-    def __init__(self) -> None:
+    def __init__(self, tree: RadixTree) -> None:
+        self.tree = tree
         self.events = EventLog()
         self.lock = EventLock(self.events)
+        tree.guard = self.lock
 
     def explain(self, token_ids: Any, namespace: tuple = (), *, num_logits: int = 1, tokenizer: Any = None) -> Explanation:
         """Say what of a prompt is cached, and why not more. It changes nothing: no recency, no counter.
@@ -95,8 +95,9 @@ class Observed:
         """See `PrefixCache`."""
         raise NotImplementedError
 
-    def _watch(self, tree: RadixTree) -> RadixTree:
-        """Lets a new tree, which takes the place of the present one if there is one, be seen under the lock and be listened to."""
+    def _replace_tree(self, tree: RadixTree) -> None:
+        """Another tree, empty, goes on with the counters and the listener; what the present one holds is gone."""
+        self.tree.history.give_up_all(self.tree, "pool")
         tree.guard = self.lock
-        tree.history.listener = self.events.listener
-        return tree
+        tree.history.carry_on(self.tree.history)
+        self.tree = tree

@@ -16,6 +16,10 @@ class CacheStats:
         stock_calls: calls that took the model's own path. evicted_tokens: cached tokens dropped to make room.
         blocks_free, blocks_cached, blocks_leased: free; in the tree and evictable; held by a lease or a running sequence. They add up to
             the pool. blocks_pinned: those of blocks_leased that a pin holds.
+        blocks_host: blocks in host memory. restored_tokens: tokens that came back from there.
+        lookups: prompts looked up in the tree, by generate() or `match_prefix`. insertions: sequences given to the tree to keep.
+        stored_tokens: tokens of them that it did not have. evicted_blocks: blocks dropped to make room. tree_tokens: tokens that the tree
+            holds now, each copy counted.
     """
 
     requests: int = 0
@@ -30,6 +34,13 @@ class CacheStats:
     blocks_cached: int = 0
     blocks_leased: int = 0
     blocks_pinned: int = 0
+    blocks_host: int = 0
+    restored_tokens: int = 0
+    lookups: int = 0
+    insertions: int = 0
+    stored_tokens: int = 0
+    evicted_blocks: int = 0
+    tree_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -53,3 +64,8 @@ class Counters:
     computed_tokens: int = 0
     stock_calls: int = 0
     evicted_before: int = 0
+    restored_before: int = 0
+    lookups: int = 0
+    insertions_before: int = 0
+    stored_before: int = 0
+    evicted_blocks_before: int = 0
