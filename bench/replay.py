@@ -103,7 +103,6 @@ class BeladyQueue(Eviction):
     """The leaf whose last block is used again last; it looks at every leaf. A node's `worth` is when that is."""
 
     name = BELADY
-    one_at_a_time = True
 
     def __init__(self, block_size: int, future: Future) -> None:
         super().__init__(block_size)
@@ -130,6 +129,9 @@ class BeladyQueue(Eviction):
         if node.place:
             node.place = 0
             del self._waiting[node]
+
+    def num_at_once(self, leaf: Node) -> int:
+        return 1
 
     def trim(self, leaf: Node) -> None:
         leaf.worth = None

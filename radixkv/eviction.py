@@ -162,7 +162,6 @@ class CostQueue(HeapQueue):
     """
 
     name = "cost"
-    one_at_a_time = True
     HALF_LIFE = 1.0
     DEPTH_OF_DOUBLE_COST = 8192
 
@@ -172,8 +171,7 @@ class CostQueue(HeapQueue):
 
     def rank(self, leaf: Node) -> float:
         end = (leaf.start + len(leaf.edge)) // TOKEN_BYTES
-        num_tokens = len(leaf.edge) // TOKEN_BYTES - (len(leaf.blocks) - 1) * self.block_size
-        return log2(num_tokens * (1 + end / self.DEPTH_OF_DOUBLE_COST)) + leaf.worth
+        return log2(self._tail_len(leaf) * (1 + end / self.DEPTH_OF_DOUBLE_COST)) + leaf.worth
 
     def count_use(self, node: Node) -> None:
         self._age += 1 / (self.HALF_LIFE * max(1, self._num_waiting))
@@ -185,6 +183,14 @@ class CostQueue(HeapQueue):
 
     def trim(self, leaf: Node) -> None:
         self._push(leaf)
+
+    def num_at_once(self, leaf: Node) -> int:
+        # Of full blocks the one before is always the cheaper.
+        return len(leaf.blocks) if self._tail_len(leaf) == self.block_size else 1
+
+    def _tail_len(self, leaf: Node) -> int:
+        """Tokens in the last block."""
+        return len(leaf.edge) // TOKEN_BYTES - (len(leaf.blocks) - 1) * self.block_size
 
 
 PolicyMaker = Callable[[int], Eviction]

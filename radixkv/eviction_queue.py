@@ -30,14 +30,12 @@ class Eviction(ABC):
     Attributes:
         name: what a user calls it.
         takes_priority: whether `set_priority` means anything to it.
-        one_at_a_time: whether a leaf's blocks differ in worth, so that each block to go is chosen anew.
 
     Of a node a policy writes `stamp`, `worth` and `place`; `place` is falsy for a node that does not wait here.
     """
 
     name: ClassVar[str]
     takes_priority: ClassVar[bool] = False
-    one_at_a_time: ClassVar[bool] = False
 
     def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
         self.block_size = block_size
@@ -74,6 +72,10 @@ class Eviction(ABC):
     @abstractmethod
     def nodes(self) -> list[Node]:
         """All that wait, in the order in which they would go if nothing else happened (it sorts; for checks)."""
+
+    def num_at_once(self, leaf: Node) -> int:
+        """How many blocks from the end of the first leaf go before any other leaf's would."""
+        return len(leaf.blocks)
 
     def absorb(self, parent: Node, child: Node) -> None:
         """A child leaves the tree: whoever used it used all above it."""

@@ -397,8 +397,7 @@ class RadixTree:
         while len(given_up) < num_blocks and (victim := self.first_to_go()) is not None:
             if victims is not None:
                 victims(victim)
-            num_taken = 1 if victim.queue.one_at_a_time else num_blocks - len(given_up)
-            num_kept = max(0, len(victim.blocks) - num_taken)
+            num_kept = len(victim.blocks) - min(victim.queue.num_at_once(victim), num_blocks - len(given_up))
             given_up += reversed(victim.blocks[num_kept:])
             self.history.give_up(victim, num_kept * self._block_bytes)
             if num_kept:

@@ -30,7 +30,7 @@ class Oracle(Eviction):
     def __init__(self, block_size: int, inner: str) -> None:
         self.inner = policy_maker("test", inner)(block_size)
         super().__init__(block_size, self.inner.clock)
-        self.takes_priority, self.one_at_a_time = self.inner.takes_priority, self.inner.one_at_a_time  # type: ignore[misc]
+        self.takes_priority = self.inner.takes_priority  # type: ignore[misc]
         self.uses: dict[Node, list[tuple[int, str]]] = defaultdict(list)
         self.waiting: dict[Node, None] = {}
         self.protected: set[Node] = set()
@@ -97,6 +97,9 @@ class Oracle(Eviction):
 
     def trim(self, leaf: Node) -> None:
         self.inner.trim(leaf)
+
+    def num_at_once(self, leaf: Node) -> int:
+        return self.inner.num_at_once(leaf)
 
     def set_priority(self, node: Node, priority: int) -> None:
         self.priorities[node] = priority
