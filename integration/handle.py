@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,11 +18,15 @@ from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache
 from radixkv.eviction import policy_maker
 from radixkv.integration.families import ModelShape, model_shape
+from radixkv.integration.fingerprint import digest_tokenizer, digest_weights, model_facts
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
 from radixkv.integration.hf_cache import GenerationCache
 from radixkv.integration.weights import WeightsWatch
 from radixkv.pin import Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
+
+if TYPE_CHECKING:
+    from radixkv.persist import LoadReport, SaveReport
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class CacheOptions:
     cuda_graphs: bool
     eviction: str
     pin_budget: float
+    host_bytes: int
 
 
 class ModelCache(PrefixCache):
@@ -60,14 +69,18 @@ class ModelCache(PrefixCache):
             num_blocks = default_num_blocks(shape.device, bytes_per_block, options.block_size)
         self.num_blocks = num_blocks
         pool = self._make_pool(shape)
-        super().__init__(pool, self._make_backend(shape, pool), options.namespace, options.eviction, options.pin_budget)
+        super().__init__(pool, self._make_backend(shape, pool), options.namespace, options.eviction, options.pin_budget, options.host_bytes)
         captures = options.cuda_graphs and name == "triton" and shape.device.type == "cuda" and not torch.version.hip
         self.graphs = DecodeGraphs(CudaCapture()) if captures else None
         self._weights: WeightsWatch | None = None
+        self._model: weakref.ref[PreTrainedModel] | None = None
+        # The digest of the weights, and for which of their versions, type and device.
+        self._digest: tuple[tuple, str] | None = None
 
     def follow(self, model: PreTrainedModel) -> None:
         """See whether the model's weights, type or device changed since the last call; if so, serve nothing that was computed before."""
         with self.lock:
+            self._model = weakref.ref(model)
             if (model.dtype, model.device) != (self.shape.dtype, self.shape.device):
                 shape = model_shape(model)
                 resolve_backend(self.backend.name, shape.device)  # raises if it cannot run there
@@ -113,6 +126,52 @@ class ModelCache(PrefixCache):
             raise ValueError("insert: this output is of another model: insert it through that model's handle")
         if held.batch is not None:
             self.store(held.batch, priority)
+
+    def save(
+        self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
+    ) -> SaveReport:
+        """Write every cached prefix to a file, see `PrefixCache.save`; it loads only into a cache of the same model.
+
+        The same are weights (a digest of every byte, computed once per version of the weights: about 0.7 s per GB on a CPU), configuration,
+        rotary embedding, dtype and shapes; not device, backend and block size.
+
+        Args:
+            path, fingerprint: see there.
+            tokenizer: the one that made the token ids; a `load` that names another one is then refused.
+
+        Raises:
+            RuntimeError: the model is gone. TypeError: tokenizer is none.
+        """
+        from radixkv.persist import save_cache
+
+        return save_cache(self, path, partial(self._facts, tokenizer, fingerprint))
+
+    def load(
+        self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
+    ) -> LoadReport:
+        """Add the prefixes of a file that `save` of the same model wrote, see `PrefixCache.load` and `save`.
+
+        Raises:
+            ValueError: also for another model, or, if one is given, another tokenizer; the message says in what it differs.
+        """
+        from radixkv.persist import load_cache
+
+        return load_cache(self, path, partial(self._facts, tokenizer, fingerprint))
+
+    def _facts(self, tokenizer: Any, given: Mapping[str, object] | None) -> dict[str, object]:
+        """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError("the model of this cache is gone, so nobody knows what its prefixes belong to: save and load while it lives")
+        self.follow(model)
+        version = (self._weights_version, self.shape.dtype, self.shape.device)
+        if self._digest is None or self._digest[0] != version:
+            self._digest = (version, digest_weights(model))
+        # None is not compared: who names no tokenizer does not ask about it.
+        facts = {**model_facts(model), "weights": self._digest[1], "tokenizer": None if tokenizer is None else digest_tokenizer(tokenizer)}
+        if given and (taken := facts.keys() & given.keys()):
+            raise ValueError(f"fingerprint: {', '.join(sorted(taken))} is taken by radixkv; choose another name")
+        return {**facts, **(given or {})}
 
     def _insert_dynamic(self, token_ids: Any, cache: Cache, priority: int | None) -> None:
         if not isinstance(cache, Cache):

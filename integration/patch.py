@@ -119,6 +119,7 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if copied.radixkv.backend.name == "triton":
             fuse_attention(copied)
+        copied.radixkv.follow(copied)
         return copied
 
     members = {

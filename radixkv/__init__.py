@@ -32,6 +32,7 @@ def patch_model(
     cuda_graphs: bool = True,
     eviction: str = "lru",
     pin_budget: float = 0.5,
+    host_bytes: int = 0,
 ) -> Any:
     """Give one model instance a prefix cache; `model.generate()` then computes only tokens it has never seen.
 
@@ -53,6 +54,7 @@ def patch_model(
             (LRU, but what was never reused before what was), "priority" (lowest `priority=` of `match_prefix` and `insert`), or "cost"
             (cheapest to lose: tokens, times the cost of computing one at its depth, times its expected reuse).
         pin_budget: the share of the pool's blocks that `model.radixkv.pin()` may hold, 0 to 1.
+        host_bytes: host memory for blocks that are evicted from the pool; a hit brings them back. 0: none, they are lost.
 
     Returns:
         The same `model`.
@@ -66,7 +68,7 @@ def patch_model(
     from radixkv.integration.handle import CacheOptions
     from radixkv.integration.patch import patch_model as patch
 
-    options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs, eviction, pin_budget)
+    options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs, eviction, pin_budget, host_bytes)
     return patch(model, options)
 
 

@@ -11,7 +11,7 @@ from radixkv.history import path_key
 from radixkv.load_plan import SavedNodes
 from radixkv.node import Node, Root
 from radixkv.pool import BlockPool
-from radixkv.token_key import TOKEN_BYTES, namespace_of
+from radixkv.token_key import TOKEN_BYTES, namespace_key, namespace_of
 from radixkv.tree import RadixTree
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class Snapshot:
     def __init__(self, cache: PrefixCache) -> None:
         self._present = cache.full_namespace()[:1]
         self._tree = cache.tree
-        self._namespaces: dict[tuple, int] = {}
+        self._namespaces: list[tuple] = []
+        # By their keys, because 1, 1.0 and True are equal to a dict.
+        self._namespace_ids: dict[tuple, int] = {}
         self._columns: list[tuple[int, int, int, int]] = []
         self._stamps: list[tuple[bool, float]] = []
         self._edges: list[bytes] = []
@@ -56,7 +58,7 @@ class Snapshot:
         order = sorted(range(len(self._stamps)), key=self._stamps.__getitem__)
         ranks = np.empty(len(order), np.int64)
         ranks[order] = np.arange(len(order))
-        return SavedNodes(parents, positions, namespace_ids, lengths, ranks, b"".join(self._edges), list(self._namespaces))
+        return SavedNodes(parents, positions, namespace_ids, lengths, ranks, b"".join(self._edges), self._namespaces)
 
     def _walk(self, tree: RadixTree) -> Iterator[tuple[Node, tuple, int]]:
         """The nodes of a tree, each after its parent, with their full namespaces and the position of their first token."""
@@ -73,7 +75,9 @@ class Snapshot:
 
     def _add(self, source: Source, node: Node, namespace: tuple, position: int, parent: int, first: int) -> None:
         self._places[node] = len(self._columns)
-        namespace_id = self._namespaces.setdefault(namespace[1:], len(self._namespaces))
+        namespace_id = self._namespace_ids.setdefault(namespace_key(namespace), len(self._namespaces))
+        if namespace_id == len(self._namespaces):
+            self._namespaces.append(namespace[1:])
         self._columns.append((parent, position + first, namespace_id, len(node.edge) // TOKEN_BYTES - first))
         # What was evicted to the second tier was used before what was not.
         self._stamps.append((source is self.sources[0], node.stamp))
