@@ -202,12 +202,7 @@ class PrefixCache(Observed):
     def clear(self) -> None:
         """Drop every cached prefix that nobody holds, from host memory too."""
         with self.lock:
-            self._collect()
-            if self.tier is not None:
-                self.tier.clear()
-            evicted = self.tree.evicted_tokens
-            self.pool.release(self.tree.clear())
-            self._counters.evicted_before += self.tree.evicted_tokens - evicted
+            self._clear("clear")
 
     def invalidate(self) -> None:
         """The model's weights changed: nothing cached so far is served again, and what nobody holds is dropped.
@@ -221,7 +216,7 @@ class PrefixCache(Observed):
             self._pins.let_go_of_all()
             self.tree.retire((("weights", self._weights_version),))
             self._weights_version += 1
-            self.clear()
+            self._clear("weights")
 
     def save(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> SaveReport:
         """Write every cached prefix to a file, in place of the one that is there.
@@ -491,6 +486,12 @@ class PrefixCache(Observed):
                 self.tier.store(list(victims.values()))
         finally:
             self.pool.release(given_up)
+
+    def _clear(self, reason: str) -> None:
+        self._collect()
+        if self.tier is not None:
+            self.tier.clear()
+        self.pool.release(self.tree.clear(reason))
 
     def _collect(self) -> None:
         while self.returned:

@@ -33,6 +33,8 @@ _OF_STATS = {
     "blocks_cached": Metric("gauge", "Blocks of cached prefixes that may be evicted."),
     "blocks_leased": Metric("gauge", "Blocks that a lease or a running sequence holds."),
     "blocks_pinned": Metric("gauge", "Those of the leased blocks that a pin holds."),
+    "blocks_host": Metric("gauge", "Blocks of the second tier, in host memory."),
+    "restored_tokens": Metric("counter", "Tokens that came back from host memory."),
     "tree_tokens": Metric("gauge", "Tokens that the tree holds, each copy counted."),
 }
 
