@@ -15,17 +15,27 @@ _BUCKET_SIZE = 512
 
 
 class SortedKeys:
-    """Byte strings in order, in buckets, so that adding to a hundred thousand moves no more than a bucket."""
+    """Byte strings in order, in buckets, so that adding to a hundred thousand moves no more than a bucket.
 
-    __slots__ = ("_buckets", "_firsts")
+    A removed key stays in its bucket at first: finding it there would mean to read keys all over the memory, at every eviction.
+    """
+
+    __slots__ = ("_buckets", "_firsts", "_gone", "_num_keys", "_next_swept")
 
     def __init__(self, keys: Iterable[bytes]) -> None:
         keys = sorted(keys)
         self._buckets = [keys[i : i + _BUCKET_SIZE] for i in range(0, len(keys), _BUCKET_SIZE)]
         self._firsts = [bucket[0] for bucket in self._buckets]
+        self._gone: set[bytes] = set()
+        self._num_keys = len(keys)
+        self._next_swept = 0
 
     def add(self, key: bytes) -> None:
         """Puts a new key in its place."""
+        if key in self._gone:
+            self._gone.remove(key)
+            return
+        self._num_keys += 1
         if not self._buckets:
             self._buckets, self._firsts = [[key]], [key]
             return
@@ -41,16 +51,23 @@ class SortedKeys:
 
     def remove(self, key: bytes) -> None:
         """Takes out a key that is there."""
-        index = bisect_right(self._firsts, key) - 1
-        bucket = self._buckets[index]
-        del bucket[bisect_left(bucket, key)]
-        if bucket:
-            self._firsts[index] = bucket[0]
-        else:
-            del self._buckets[index], self._firsts[index]
+        self._gone.add(key)
+        if 4 * len(self._gone) > self._num_keys:
+            index = self._next_swept = (self._next_swept + 1) % len(self._buckets)
+            swept = self._gone.intersection(self._buckets[index])
+            self._buckets[index][:] = [kept for kept in self._buckets[index] if kept not in swept]
+            self._forget(index, swept)
 
     def neighbours(self, key: bytes) -> list[bytes]:
         """The last key up to `key` and the first one after it, those that exist: one of them shares most with it."""
+        while gone := self._gone.intersection(found := self._around(key)):
+            index = bisect_right(self._firsts, gone_key := gone.pop()) - 1
+            del self._buckets[index][bisect_left(self._buckets[index], gone_key)]
+            self._forget(index, {gone_key})
+        return found
+
+    def _around(self, key: bytes) -> list[bytes]:
+        """The neighbours of a key, those included that are gone."""
         found = []
         index = bisect_right(self._firsts, key) - 1
         after = 0
@@ -65,9 +82,18 @@ class SortedKeys:
             found.append(self._buckets[index + 1][0])
         return found
 
+    def _forget(self, index: int, gone: set[bytes]) -> None:
+        """Those that were gone have left their bucket too."""
+        self._gone -= gone
+        self._num_keys -= len(gone)
+        if self._buckets[index]:
+            self._firsts[index] = self._buckets[index][0]
+        else:
+            del self._buckets[index], self._firsts[index]
+
     def to_list(self) -> list[bytes]:
         """All keys in order."""
-        return [key for bucket in self._buckets for key in bucket]
+        return [key for bucket in self._buckets for key in bucket if key not in self._gone]
 
 
 class Node:

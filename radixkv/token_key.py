@@ -142,13 +142,10 @@ def common_bytes(edge: bytes, key: bytes, start: int) -> int:
 
 
 def common_bytes_short(left: bytes, right: bytes) -> int:
-    """The same for two short keys: the lowest bit in which they differ, with no array in between."""
+    """The same for two short keys, with no array in between: in their difference as one number, the highest byte that is not zero."""
     length = min(len(left), len(right))
-    different = int.from_bytes(left[:length], "little") ^ int.from_bytes(right[:length], "little")
-    if not different:
-        return length
-    lowest_bit = (different & -different).bit_length() - 1
-    return lowest_bit // 32 * TOKEN_BYTES
+    different = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
+    return (length - (different.bit_length() + 7) // 8) // TOKEN_BYTES * TOKEN_BYTES
 
 
 def _key_of_sequence(tokens: list[int] | tuple[int, ...] | range) -> bytes:
