@@ -22,18 +22,20 @@ Captured = tuple[Callable[[], None], torch.Tensor]
 
 
 class CudaCapture:
-    """Captures what a function launches on the current CUDA device; all captures share one memory pool."""
+    """Captures what a function launches on one CUDA device, which need not be the current one; all captures share one memory pool."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device):
+        self._device = device
         self._pool: Any = None
 
     def __call__(self, region: Callable[[], torch.Tensor]) -> Captured:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on using the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            result = region()
+        with torch.cuda.device(self._device):
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the device meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                result = region()
         return graph.replay, result
 
 

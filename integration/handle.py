@@ -70,8 +70,7 @@ class ModelCache(PrefixCache):
         self.num_blocks = num_blocks
         pool = self._make_pool(shape)
         super().__init__(pool, self._make_backend(shape, pool), options.namespace, options.eviction, options.pin_budget, options.host_bytes)
-        captures = options.cuda_graphs and name == "triton" and shape.device.type == "cuda" and not torch.version.hip
-        self.graphs = DecodeGraphs(CudaCapture()) if captures else None
+        self.graphs = self._make_graphs(shape)
         self._weights: WeightsWatch | None = None
         self._model: weakref.ref[PreTrainedModel] | None = None
         # The digest of the weights, and for which of their versions, type and device.
@@ -86,8 +85,7 @@ class ModelCache(PrefixCache):
                 resolve_backend(self.backend.name, shape.device)  # raises if it cannot run there
                 pool = self._make_pool(shape)
                 self.replace_pool(pool, self._make_backend(shape, pool))
-                self.shape = shape
-                self._forget_graphs()
+                self.shape, self.graphs = shape, self._make_graphs(shape)
             if self._weights is not None and self._weights.changed():
                 self.invalidate()
                 self._weights = None
@@ -212,6 +210,10 @@ class ModelCache(PrefixCache):
             dtype=shape.dtype,
             device=shape.device,
         )
+
+    def _make_graphs(self, shape: ModelShape) -> DecodeGraphs | None:
+        captures = self.options.cuda_graphs and self.options.backend == "triton" and shape.device.type == "cuda" and not torch.version.hip
+        return DecodeGraphs(CudaCapture(shape.device)) if captures else None
 
     def _make_backend(self, shape: ModelShape, pool: BlockPool) -> Backend:
         return Backend(self.options.backend, num_heads=shape.num_heads, pool=pool, exact=self.options.exact)
