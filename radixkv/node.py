@@ -176,8 +176,9 @@ class Node:
         border = num_blocks * block_bytes
         upper = Node(self.edge[:border], self.blocks[:num_blocks], self.parent)
         upper.locks = 1 if self.locks else 0
+        edge, blocks = self.edge[border:], self.blocks[num_blocks:]
         self.parent.children[self.edge[:block_bytes]] = upper
-        self.edge, self.blocks, self.parent = self.edge[border:], self.blocks[num_blocks:], upper
+        self.edge, self.blocks, self.parent = edge, blocks, upper
         self.start += border
         upper.add_child(self.edge[:block_bytes], self)
         return upper

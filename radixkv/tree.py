@@ -226,7 +226,7 @@ class RadixTree:
         root_key = namespace_key(namespace)
         root = self._roots.get(root_key)
         if root is None:
-            root = self._roots[root_key] = Root(root_key, self.queue)
+            root = Root(root_key, self.queue)
         node, start, matched = walk(root, key, len(key), self._block_bytes)
         known = start + matched
         if known == len(key):
@@ -236,9 +236,11 @@ class RadixTree:
                 node.queue.set_priority(node, priority)
             self.history.store(self, key, 0, namespace)
             return Inserted(node.path_blocks(), num_blocks, [])
+        # Whatever may fail for want of memory comes before what it would leave half done.
         num_bytes = self._num_bytes
         first_adopted = known // self._block_bytes
         adopted = list(blocks[first_adopted:])
+        path = node.path_blocks()[:first_adopted] + adopted
         replaced: list[int] = []
         if matched == len(node.edge) and not node.locks and not node.children:
             replaced = self._grow(node, key[known:], adopted)
@@ -250,7 +252,7 @@ class RadixTree:
         self._version += 1
         self._num_blocks += len(adopted) - len(replaced)
         self.history.store(self, key, self._num_bytes - num_bytes, namespace)
-        return Inserted(node.path_blocks(), first_adopted, replaced)
+        return Inserted(path, first_adopted, replaced)
 
     def evict(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
         """Gives up blocks, from the end of the leaf that the policy names backwards, then of the next; never leased ones.
@@ -367,8 +369,10 @@ class RadixTree:
         return node.parent
 
     def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
-        parent.queue.discard(parent)
         leaf = Node(edge, blocks, parent)
+        if isinstance(parent, Root):
+            self._roots[parent.namespace_key] = parent
+        parent.queue.discard(parent)
         parent.add_child(edge[: self._block_bytes], leaf)
         self._num_bytes += len(edge)
         leaf.queue.add(leaf)
@@ -380,8 +384,9 @@ class RadixTree:
         old_key = leaf.edge[: self._block_bytes]
         num_full = len(leaf.edge) // self._block_bytes
         replaced = leaf.blocks[num_full:]
-        leaf.edge += new
+        edge = leaf.edge + new
         leaf.blocks[num_full:] = blocks
+        leaf.edge = edge
         if len(old_key) < self._block_bytes:
             leaf.parent.remove_child(old_key)
             leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
