@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,37 +29,45 @@ class _Switches:
         self._lock = threading.Lock()
         self._active: dict[int, tuple[int, str]] = {}
 
-    def enter(self, config: PretrainedConfig) -> None:
+    def enter(self, configs: Sequence[PretrainedConfig]) -> None:
         with self._lock:
-            count, replaced = self._active.get(id(config), (0, config._attn_implementation_internal))
-            if not count:
-                config._attn_implementation_internal = _register_over(replaced)
-            self._active[id(config)] = (count + 1, replaced)
+            for config in configs:
+                count, replaced = self._active.get(id(config), (0, config._attn_implementation_internal))
+                if not count:
+                    config._attn_implementation_internal = _register_over(replaced)
+                self._active[id(config)] = (count + 1, replaced)
 
-    def leave(self, config: PretrainedConfig) -> None:
+    def leave(self, configs: Sequence[PretrainedConfig]) -> None:
         with self._lock:
-            count, replaced = self._active.pop(id(config))
-            if count > 1:
-                self._active[id(config)] = (count - 1, replaced)
-            else:
-                config._attn_implementation_internal = replaced
+            for config in configs:
+                count, replaced = self._active.pop(id(config))
+                if count > 1:
+                    self._active[id(config)] = (count - 1, replaced)
+                else:
+                    config._attn_implementation_internal = replaced
 
 
 _switches = _Switches()
 
 
+def attention_configs(model: torch.nn.Module) -> list[PretrainedConfig]:
+    """Every configuration that some module of a model reads: mostly one, but a layer that was copied has its own."""
+    found = (module.__dict__.get("config") for module in model.modules())
+    return list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
+
+
 @contextmanager
-def packed_attention(config: PretrainedConfig) -> Iterator[None]:
-    """Let every layer that reads `config` use the pool's attention inside this block.
+def packed_attention(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+    """Let every layer that reads one of `configs` use the pool's attention inside this block.
 
     The switch lasts for one forward, so that whatever else a model does runs on the implementation it had. A forward of another thread or
     model that reads the same config meanwhile carries no step, and gets what the switch replaced.
     """
-    _switches.enter(config)
+    _switches.enter(configs)
     try:
         yield
     finally:
-        _switches.leave(config)
+        _switches.leave(configs)
 
 
 def _register_over(replaced: str) -> str:

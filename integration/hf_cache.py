@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 from transformers.cache_utils import Cache
 
 from radixkv.cache import PrefixCache
@@ -104,6 +105,7 @@ class GenerationCache(_RadixCache):
         batch: the rows, None before the first forward. num_columns: padded columns that generate() has sent.
         skips_finished: whether rows that have finished may be left out. finished: the rows that generate()'s stopping criteria have ended,
             bool [rows]; None when all are still computed. graphs: what decode steps are captured in; None: they run as they are.
+        configs: the configurations that the model's layers read.
     """
 
     def __init__(self, prefix_cache: PrefixCache, num_layers: int, *, skips_finished: bool):
@@ -114,6 +116,7 @@ class GenerationCache(_RadixCache):
         self.num_columns = 0
         self.finished: torch.Tensor | None = None
         self.graphs: DecodeGraphs | None = None
+        self.configs: list[PretrainedConfig] = []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_columns

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
+from radixkv.integration.attention import STEP_ARGUMENT, attention_configs, packed_attention
 from radixkv.integration.graphs import DecodeGraphs, can_capture
 from radixkv.integration.hf_cache import GenerationCache, StepCache
 from radixkv.plan import Plan
@@ -47,10 +48,11 @@ def packed_forward(
     keep = num_columns if keep == 0 else min(keep, num_columns)
 
     def run(step: Step, token_ids: torch.Tensor, kept: torch.Tensor | int) -> Any:
-        return _run(model, call, step, argument, token_ids, kept, inputs)
+        return _run(cache.configs, call, step, argument, token_ids, kept, inputs)
 
     if cache.batch is None:
         cache.graphs = _usable_graphs(model, cache, inputs)
+        cache.configs = attention_configs(model)
         output = _prompt(cache, input_ids, mask, keep, lease, run)
         output.logits = output.logits.reshape(num_rows, keep, -1)
     elif num_columns != 1:
@@ -118,7 +120,7 @@ def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: 
 
 
 def _run(
-    model: torch.nn.Module,
+    configs: Sequence[PretrainedConfig],
     call: Callable,
     step: Step,
     argument: str,
@@ -127,7 +129,7 @@ def _run(
     inputs: dict[str, Any],
 ) -> Any:
     step.begin()
-    with packed_attention(model.config):
+    with packed_attention(configs):
         output = call(
             input_ids=token_ids,
             position_ids=step.positions[None],
@@ -137,6 +139,9 @@ def _run(
             **{argument: StepCache(step, step.pool.num_layers), STEP_ARGUMENT: step},
             **inputs,
         )
-    if step.num_stored_layers != step.pool.num_layers:
-        raise RuntimeError(f"radixkv: {step.num_stored_layers} of {step.pool.num_layers} layers stored their K/V: the model was changed")
+    if not step.is_complete:
+        raise RuntimeError(
+            f"radixkv: {step.num_stored_layers} layers stored their K/V and {step.num_attended_layers} attended to the pool, of "
+            f"{step.pool.num_layers}: the model's layers were changed, or two have the same layer_idx; unpatch the model, or patch it again"
+        )
     return output

@@ -26,5 +26,10 @@ def use_writable_cache() -> None:
             return
     except OSError as error:
         triton.knobs.cache.dir = tempfile.mkdtemp(prefix="radixkv-triton-")
-        atexit.register(shutil.rmtree, triton.knobs.cache.dir, ignore_errors=True)
+        atexit.register(_remove, triton.knobs.cache.dir, os.getpid())
         logger.warning("Triton's cache folder %s cannot be written (%s): compiling in %s instead", folder, error, triton.knobs.cache.dir)
+
+
+def _remove(folder: str, owner: int) -> None:
+    if os.getpid() == owner:  # and not a fork of it, which runs the same exit functions
+        shutil.rmtree(folder, ignore_errors=True)

@@ -62,7 +62,7 @@ class PrefixCache(Observed):
         pool: BlockPool,
         backend: Backend,
         namespace: tuple = (),
-        eviction: str | PolicyMaker = "lru",
+        eviction: str | PolicyMaker = "slru",
         pin_budget: float = 0.5,
         host_bytes: int = 0,
     ):
@@ -520,11 +520,17 @@ class PrefixCache(Observed):
                 step = Step(self.pool, self.backend, self._assemble_decode(sequences, batch))
         if batch.counted:
             self._counters.computed_tokens += num_tokens
-        if phase == "prefill" and batch.counted:
-            with self.meter.measure(num_tokens):
+        if plan is not None:
+            plan.in_use = True
+        try:
+            if phase == "prefill" and batch.counted:
+                with self.meter.measure(num_tokens):
+                    yield step
+            else:
                 yield step
-        else:
-            yield step
+        finally:
+            if plan is not None:
+                plan.in_use = False
         for sequence in sequences:
             sequence.num_stored = sequence.num_tokens
         if plan is not None:
@@ -547,18 +553,21 @@ class PrefixCache(Observed):
         """The plan of so many rows, a new one if there is none that is wide enough."""
         columns = columns_for(max(len(sequence.blocks) for sequence in sequences))
         key = len(sequences) if num_rows is None else num_rows
-        plan = self._decode_plans.get(key)
-        if plan is None or plan.max_blocks < columns:
+        kept = self._decode_plans.get(key)
+        if kept is not None and kept.max_blocks >= columns and not kept.in_use:
+            return kept
+        plan = DecodePlan(
+            key,
+            columns,
+            block_size=self.pool.block_size,
+            device=self.pool.device,
+            advance=self.backend.advance_rows,
+            build_work=partial(self.backend.build_decode_work, max_len=columns * self.pool.block_size),
+        )
+        if kept is None or not kept.in_use:  # in use by a step inside of which this one runs, from a hook
             if num_rows is None:  # of any number of rows, so that plans would pile up
                 self._decode_plans.clear()
-            plan = self._decode_plans[key] = DecodePlan(
-                key,
-                columns,
-                block_size=self.pool.block_size,
-                device=self.pool.device,
-                advance=self.backend.advance_rows,
-                build_work=partial(self.backend.build_decode_work, max_len=columns * self.pool.block_size),
-            )
+            self._decode_plans[key] = plan
         return plan
 
     def _shrink_leases(self) -> None:

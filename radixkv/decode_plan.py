@@ -36,7 +36,7 @@ class DecodePlan:
         positions, slots: int64 [num_rows]. block_table: int32 [num_rows, max_blocks]. seq_lens: int32 [num_rows], 0 in an empty row. They
             are those of a step after `advance`.
         works: the work lists in use, by window; their tensors stay where they are too.
-        num_builds: work lists built so far.
+        num_builds: work lists built so far. in_use: whether a step is running on it.
     """
 
     phase: Phase = "decode"
@@ -61,6 +61,7 @@ class DecodePlan:
         self._flat_table = self.block_table.view(-1)
         self.works: dict[int | None, Work] = {}
         self.num_builds = 0
+        self.in_use = False
         self._advance_rows, self._build_work = advance, build_work
         # What the device holds, as the host knows it.
         self._table = np.full((num_rows, max_blocks), -1, dtype=np.int32)

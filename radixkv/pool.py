@@ -7,6 +7,7 @@ last reference is dropped is free again. Nothing here knows tokens.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -71,8 +72,12 @@ class BlockPool:
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         # Tensors made in inference mode could not be written in place outside of it.
         with torch.inference_mode(False):
-            self.keys = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
-            self.values = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+            try:
+                self.keys = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+                self.values = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                gib = 2 * num_layers * math.prod(shape) * dtype.itemsize / 2**30
+                raise MemoryError(f"BlockPool: num_blocks={num_blocks} needs {gib:,.1f} GiB on {self.device}: ask for fewer") from error
         # A stack whose top is the lowest id: a fresh pool hands out ascending runs and touches its memory from the start.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._counts = [0] * num_blocks

@@ -27,7 +27,7 @@ class Step:
     Attributes:
         positions: int64 [T], valid after `begin`.
         fuses_rotation: whether `rotate_and_store` may take the place of `store`.
-        num_stored_layers: layers that stored their K/V since then.
+        num_attended_layers: calls of `attend` since then.
     """
 
     plan: Plan | DecodePlan
@@ -37,39 +37,62 @@ class Step:
         self._reuses_outputs = reuses_outputs
         self.positions = plan.positions
         self.fuses_rotation = backend.name == "triton"
-        self.num_stored_layers = 0
+        self._stored: set[int] = set()
+        self.num_attended_layers = 0
+
+    @property
+    def num_stored_layers(self) -> int:
+        """Different layers that stored their K/V since `begin`."""
+        return len(self._stored)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every layer has stored and attended, each once."""
+        return len(self._stored) == self.num_attended_layers == self.pool.num_layers
 
     def begin(self) -> None:
         """On the device: what precedes the layers. It depends on nothing that the host knows, so that it can be captured with them."""
-        self.num_stored_layers = 0
+        self._stored.clear()
+        self.num_attended_layers = 0
         if isinstance(self.plan, DecodePlan):
             self.plan.advance()
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the K and V rows `[1, num_kv_heads, T, head_dim]` that `layer` computed for the step's tokens into the pool."""
-        self.num_stored_layers += 1
+        self._stored.add(layer)
         plan, pool = self.plan, self.pool
         key, value = key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
         self.backend.store_kv(pool.keys[layer], pool.values[layer], key, value, plan.slots, plan.source_rows)
 
     def rotate_and_store(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        in_place: bool,
     ) -> torch.Tensor:
-        """Rotate q and k, and store k and v, in one launch; return the rotated q, like query, which it overwrites.
+        """Rotate q and k, and store k and v, in one launch; return the rotated q, like query.
 
         Args:
             layer: which. query: `[T, num_heads, head_dim]`. key, value: `[T, num_kv_heads, head_dim]`. cos, sin: `[T, head_dim]`.
+            in_place: whether query may be overwritten.
         """
-        self.num_stored_layers += 1
+        self._stored.add(layer)
         plan, pool = self.plan, self.pool
+        out = query if in_place else None
         return self.backend.rope_store_kv(
-            query, key, value, cos, sin, pool.keys[layer], pool.values[layer], plan.slots, plan.source_rows, out=query
+            query, key, value, cos, sin, pool.keys[layer], pool.values[layer], plan.slots, plan.source_rows, out
         )
 
     def attend(
         self, layer: int, query: torch.Tensor, *, scale: float, sliding_window: int | None, softcap: float | None
     ) -> torch.Tensor:
         """Attention output `[1, T, num_heads, head_dim]` of the step's queries over all stored tokens of their sequences."""
+        self.num_attended_layers += 1
         plan, query = self.plan, query.squeeze(0).transpose(0, 1)
         outputs = plan.outputs(query) if self._reuses_outputs and isinstance(plan, DecodePlan) else (None, None)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
@@ -92,7 +115,8 @@ class HeldStep(Step):
     def __init__(self, pool: BlockPool, backend: Backend, sequence: Sequence, held: dict[int, Held], build_plan: Callable[[], Plan]):
         self.pool, self.backend = pool, backend
         self._reuses_outputs = self.fuses_rotation = False
-        self.num_stored_layers = 0
+        self._stored = set()
+        self.num_attended_layers = 0
         self._position = sequence.num_tokens - 1
         self._blocks = sequence.blocks
         self._held, self._build_plan = held, build_plan
@@ -104,10 +128,12 @@ class HeldStep(Step):
         return self._build_plan()
 
     def begin(self) -> None:
-        self.num_stored_layers = 0  # on the device there is nothing to do, the host has written all there is
+        # On the device there is nothing to do, the host has written all there is.
+        self._stored.clear()
+        self.num_attended_layers = 0
 
     def store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
-        self.num_stored_layers += 1
+        self._stored.add(layer)
         self.backend.launches["store_kv"] += 1
         keys = self.pool.keys[layer]
         held = self._held.get(keys.data_ptr())
@@ -125,6 +151,7 @@ class HeldStep(Step):
         num_keys = self._position + 1
         if sliding_window is not None or softcap is not None or not may_hold(num_keys, keys):
             return super().attend(layer, query, scale=scale, sliding_window=sliding_window, softcap=softcap)
+        self.num_attended_layers += 1
         self.backend.launches["decode_attention"] += 1
         held = self._held.get(keys.data_ptr())
         if held is None or held.num_keys != num_keys:  # a block has begun
