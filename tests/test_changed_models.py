@@ -96,7 +96,7 @@ def test_generate_inside_a_layer(backend: str) -> None:
     radixkv.patch_model(model, num_blocks=32, block_size=16, backend=backend)
     rows, inner = prompt(20, seed=1)[None], prompt(33, seed=2)[None]
     expected, expected_inner = stock.generate(rows, **GREEDY), stock.generate(inner, **GREEDY)
-    inside = []
+    inside: list[Any] = []
 
     def generate_too(*_: Any) -> None:
         if len(inside) < 12 and not inside.count(None):
