@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,12 +25,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.traces import KINDS, Trace, read_trace
-from radixkv.eviction import POLICIES, PolicyMaker
-from radixkv.eviction_queue import Eviction
-from radixkv.node import Node
-from radixkv.token_key import TOKEN_BYTES, token_key
-from radixkv.tree import RadixTree
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    # Run as a script, from anywhere and without an installation.
+    sys.path.insert(0, str(ROOT))
+
+from bench.traces import KINDS, Trace, read_trace  # noqa: E402
+from radixkv.eviction import POLICIES, PolicyMaker  # noqa: E402
+from radixkv.eviction_queue import Eviction  # noqa: E402
+from radixkv.node import Node  # noqa: E402
+from radixkv.token_key import TOKEN_BYTES, token_key  # noqa: E402
+from radixkv.tree import RadixTree  # noqa: E402
 
 BELADY = "belady"
 NAMES = [*(policy.name for policy in POLICIES), BELADY]

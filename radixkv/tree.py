@@ -399,7 +399,7 @@ class RadixTree:
         num_bytes = self._num_bytes
         self.history.begin(reason, self.tick())
         given_up: list[int] = []
-        while len(given_up) < num_blocks and (victim := self.first_to_go()) is not None:
+        while len(given_up) < num_blocks and (victim := self.first_to_go() if self._stale_roots else self.queue.first()) is not None:
             if victims is not None:
                 victims(victim)
             num_kept = len(victim.blocks) - min(victim.queue.num_at_once(victim), num_blocks - len(given_up))
