@@ -68,9 +68,10 @@ class SavedNodes:
         return len(self.tokens) // TOKEN_BYTES
 
     @cached_property
-    def starts(self) -> list[int]:
-        """Per node, where its first token lies in the file."""
-        return (np.cumsum(self.lengths) - self.lengths).tolist()
+    def links(self) -> list[tuple[int, int, int]]:
+        """Per node its parent, its position, and its place in the file less that position; lists, which walks read in half the time."""
+        offsets = np.cumsum(self.lengths) - self.lengths - self.positions
+        return list(zip(self.parents.tolist(), self.positions.tolist(), offsets.tolist(), strict=True))
 
     def num_path_tokens(self, node: int) -> int:
         """Tokens from the top to the end of a node."""
@@ -78,13 +79,13 @@ class SavedNodes:
 
     def spans(self, node: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Where positions [begin, end) of the prefix of a node lie: (node, first, last + 1 in the file), from the end backwards."""
+        links = self.links
         while node >= 0 and begin < end:
-            position = int(self.positions[node])
+            parent, position, offset = links[node]
             if position < end:
-                offset = self.starts[node] - position
                 yield node, max(begin, position) + offset, end + offset
                 end = position
-            node = int(self.parents[node])
+            node = parent
 
     def key(self, node: int, end: int) -> bytes:
         """The first `end` tokens of the prefix that a node ends."""
@@ -158,26 +159,29 @@ def plan_load(nodes: SavedNodes, namespaces: Sequence[tuple], tree: RadixTree, n
         if whole[node]:
             continue
         num_tokens = nodes.num_path_tokens(node)
-        cached, planned = merged.known(node, num_tokens)
+        key = nodes.key(node, num_tokens)
+        cached, planned = merged.known(node, key)
         path = merged.path(node, num_tokens, max(cached, planned), num_free)
         if path.end > max(cached, planned):
             chosen.append(path)
             num_free -= path.num_blocks
-            merged.insert(path)
+            merged.insert(path, key)
         for part, first, last in nodes.spans(node, 0, max(path.end, planned, cached)):
             if whole[part]:
                 break
             # What is before `cached` was there; positions and places run alike within a node.
-            border = min(max(first, nodes.starts[part] + cached - int(nodes.positions[part])), last)
+            _, position, offset = nodes.links[part]
+            border = min(max(first, cached + offset), last)
             state[first:border] = 1
             state[border:last][state[border:last] == 0] = 2
-            whole[part] = last - nodes.starts[part] == nodes.lengths[part]
+            whole[part] = last - offset - position == nodes.lengths[part]
     # The least recently used first, so that the order of their uses is again what it was.
     merged = _Merged(nodes, namespaces, tree)
     plan = LoadPlan(nodes, num_known=int((state == 1).sum()), num_loaded=int((state == 2).sum()))
     for path in reversed(chosen):
-        path = merged.path(path.node, path.end, max(merged.known(path.node, path.end)), path.end)
-        merged.insert(path)
+        key = nodes.key(path.node, path.end)
+        path = merged.path(path.node, path.end, max(merged.known(path.node, key)), path.end)
+        merged.insert(path, key)
         plan.paths.append(path)
     return plan
 
@@ -189,9 +193,9 @@ class _Merged:
         self._nodes, self._namespaces, self._tree = nodes, namespaces, tree
         self._planned = RadixTree(tree.block_size)
 
-    def known(self, node: int, end: int) -> tuple[int, int]:
-        """How many of the first `end` tokens of a node's prefix are in the tree, and how many are planned."""
-        key, index = self._nodes.key(node, end), int(self._nodes.namespace_ids[node])
+    def known(self, node: int, key: bytes) -> tuple[int, int]:
+        """How many of a prefix's tokens are in the tree, and how many are planned; a node says in which namespace."""
+        index = int(self._nodes.namespace_ids[node])
         return self._tree.match_prefix(key, self._namespaces[index]).length, self._planned.match_prefix(key, (index,)).length
 
     def path(self, node: int, end: int, known: int, num_free: int) -> PlannedPath:
@@ -203,7 +207,7 @@ class _Merged:
         num_blocks = min(-(-end // block_size) - first, num_free)
         return PlannedPath(node, min(end, (first + num_blocks) * block_size), first, num_blocks)
 
-    def insert(self, path: PlannedPath) -> None:
-        """Plan to insert it."""
-        key = self._nodes.key(path.node, path.end)
-        self._planned.insert(key, [0] * (path.first_block + path.num_blocks), (int(self._nodes.namespace_ids[path.node]),))
+    def insert(self, path: PlannedPath, key: bytes) -> None:
+        """Plan to insert it; the key may go on beyond its end."""
+        blocks = [0] * (path.first_block + path.num_blocks)
+        self._planned.insert(key[: path.end * TOKEN_BYTES], blocks, (int(self._nodes.namespace_ids[path.node]),))

@@ -16,7 +16,12 @@ NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 8
 
 
 def make_cache(
-    num_blocks: int = 64, block_size: int = 16, dtype: torch.dtype = torch.float32, namespace: tuple = (), num_layers: int = NUM_LAYERS
+    num_blocks: int = 64,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    namespace: tuple = (),
+    num_layers: int = NUM_LAYERS,
+    eviction: str = "lru",
 ) -> PrefixCache:
     pool = BlockPool(
         num_blocks,
@@ -29,7 +34,7 @@ def make_cache(
     )
     for tensor in [*pool.keys, *pool.values]:
         tensor.fill_(torch.nan)
-    return PrefixCache(pool, Backend("torch", num_heads=4, pool=pool), namespace)
+    return PrefixCache(pool, Backend("torch", num_heads=4, pool=pool), namespace, eviction)
 
 
 def kv_of(ids: np.ndarray, namespace: tuple, num_layers: int) -> np.ndarray:

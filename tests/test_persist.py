@@ -106,6 +106,16 @@ def test_order_of_use_is_kept(tmp_path):
     assert order_of_eviction(other) == order
 
 
+@pytest.mark.parametrize("policy", ["lfu", "fifo", "slru", "priority", "cost"])
+def test_under_any_eviction_policy(tmp_path, policy):
+    cache, other = filled(eviction=policy), make_cache(eviction=policy)
+    cache.save(tmp_path / "prefixes")
+    other.load(tmp_path / "prefixes")
+    assert prefixes(other) == prefixes(cache)
+    store(other, ids_of(60 * 16, 70))
+    contents(other)
+
+
 def test_any_reader_of_safetensors_opens_the_file(tmp_path):
     cache = make_cache()
     ids = ids_of(20, 1)
