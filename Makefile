@@ -1,5 +1,6 @@
 # make demo   the main job, on a real model    make lint    ruff and mypy
 # make test   the tests                        make bench   microbenchmarks
+# make fuzz   240,000 random operations on the tree, each compared with a brute-force model
 # make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
 # The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
 
@@ -13,13 +14,16 @@ VENV36 := .venv36
 READY36 := $(VENV36)/.ready
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend items merge prefill reference sharing static store tiles work)
 
-.PHONY: demo test test-triton36 lint bench clean
+.PHONY: demo test fuzz test-triton36 lint bench clean
 
 demo: $(READY)
 	$(BIN)/python -m radixkv demo
 
 test: $(READY)
 	$(BIN)/python -m pytest tests
+
+fuzz: $(READY)
+	$(BIN)/python -m pytest tests/test_tree_stateful.py -k long_run --fuzz-operations 20000
 
 test-triton36: $(READY36)
 	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS)
@@ -29,7 +33,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m pytest bench
+	$(BIN)/python -m pytest bench bench/tree.py
 
 define check_python
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \

@@ -7,7 +7,7 @@ per request and handed around.
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class TokenKey:
         self._joined = token_key(tokens)
         self._appended = bytearray()
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: SupportsIndex) -> None:
         """Adds one token, in time that does not depend on the length.
 
         Args:

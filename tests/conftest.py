@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 # Triton reads this once, when it is imported: without a GPU its kernels run in the interpreter.
@@ -12,3 +13,13 @@ if not torch.cuda.is_available():
 # No test may wait for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-operations", type=int, default=400, help="random operations in each setting of the tree's long run")
+
+
+@pytest.fixture
+def num_fuzz_operations(request: pytest.FixtureRequest) -> int:
+    """Few in an ordinary run; `make fuzz` asks for more."""
+    return request.config.getoption("--fuzz-operations")

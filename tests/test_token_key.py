@@ -20,7 +20,7 @@ def test_it_is_the_bytes_of_what_was_appended():
     assert len(key) == 2 and bytes(key) == token_key([1, 2])
     key.append(3)
     key.append(np.int64(4))
-    key.append(torch.tensor(5))  # type: ignore[arg-type]  # as generate() gives them
+    key.append(torch.tensor(5))
     key.extend((6, 2**31 - 1))
     key.extend(torch.tensor([8, 9]))
     key.extend(TokenKey([10]))
