@@ -2,7 +2,7 @@
 
 A tree by itself evicts by "lru", a cache by "slru", which found as much as any in bench/replay.py (seeds 0 to 2: 85.4 % of the
 prompt tokens, "cost" 85.5 %, "lru" 84.3 %, "fifo" 83.9 %, "lfu" 74.4 %, Belady's optimum 89.5 %) and costs no more than "lru",
-but for lease and release (1.07 of its time). Evicting costs the same however many leaves there are: O(1) per victim for "lru"
+but for lease and release (1.1 times as much). Evicting costs the same however many leaves there are: O(1) per victim for "lru"
 and "slru", O(log n), amortised, for the others. What one may write beside these is in eviction_queue.py.
 """
 
