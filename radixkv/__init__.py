@@ -39,6 +39,11 @@ def patch_model(
     The instance is changed in place (its class becomes a subclass of the same name) and its handle stands at `model.radixkv`. No other
     model is touched.
 
+    The model may be used from several threads at once, with right tokens. One lock is held for each forward step, from its planning to the
+    end of its last layer, and for each short operation of the cache (a lookup, storing, `stats()`), which waits for a running step; it is
+    let go of between the steps of a generation, where generate() samples, stops and streams. So threads take turns step by step; to
+    compute several prompts at once, pass them as one batch. Changing weights while other threads generate is up to the caller.
+
     Args:
         model: a transformers model of a supported class (now `Qwen2ForCausalLM`).
         num_blocks: blocks in the K/V pool, each of `block_size` tokens of all layers. None takes, on CPU, a quarter of the available

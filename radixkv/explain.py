@@ -77,16 +77,18 @@ class Explanation:
     """What of a prompt is cached and why not more; prints as a paragraph.
 
     Attributes:
-        num_tokens: of the prompt. matched: its leading tokens that are cached. reusable: those of them that generate() would not compute.
+        num_tokens: of the prompt. matched: its leading tokens that are cached in the pool. in_host_memory: those in the second tier.
+        reusable: those of them that generate() would not compute (if the pool has room for what comes from the second tier).
         namespace: where it was looked up. edges: what matched, from the root down.
-        reason: what ended the match: "all cached", "evicted", "older weights", "other namespace", "differs" (another token is cached
-            there) or "end" (nothing is cached behind it); the first of these that applies.
+        reason: what ended the match: "all cached", "in host memory" (more of it is there), "evicted", "older weights", "other namespace",
+            "differs" (another token is cached there) or "end" (nothing is cached behind it); the first of these that applies.
         difference, elsewhere, loss: the details, each None where there is nothing to tell; several may be given.
         dropped: when and why everything that nobody held was last dropped at once; None if it never was.
     """
 
     num_tokens: int
     matched: int
+    in_host_memory: int
     reusable: int
     namespace: tuple
     edges: tuple[MatchedEdge, ...]
@@ -98,7 +100,7 @@ class Explanation:
     decode: Decoder | None = None
 
     def __str__(self) -> str:
-        sentences = [self._matched(), *self._losses(), *self._other_namespace(), *self._ending()]
+        sentences = [self._matched(), *self._losses(), *self._other_tier(), *self._other_namespace(), *self._ending()]
         sentences.append(f"generate() would reuse {self.reusable} tokens and compute {self.num_tokens - self.reusable}.")
         return " ".join(sentences)
 
@@ -117,6 +119,11 @@ class Explanation:
             return []
         loss = self.loss
         return [f"More of it was cached: {_tokens(loss.num_tokens)} from position {loss.start} on were evicted, at step {loss.step}."]
+
+    def _other_tier(self) -> list[str]:
+        if self.in_host_memory <= self.matched:
+            return []
+        return [f"Its first {_tokens(self.in_host_memory)} are in host memory and come back from there when they are asked for."]
 
     def _other_namespace(self) -> list[str]:
         if self.elsewhere is None:
@@ -152,7 +159,9 @@ class Explanation:
         return [f"At step {dropped.step} everything that nobody held, {_tokens(dropped.num_tokens)}, was dropped: {why[dropped.reason]}."]
 
 
-def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tokenizer: Any) -> Explanation:
+def explain(
+    tree: RadixTree, tokens: Any, namespace: tuple = (), num_logits: int = 1, tokenizer: Any = None, host_tree: RadixTree | None = None
+) -> Explanation:
     """Looks a prompt up and says what was found. It changes nothing, recency included.
 
     Args:
@@ -161,9 +170,13 @@ def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tok
         namespace: where to look, as the tree has it.
         num_logits: how many of the last tokens are computed for their logits; one always is.
         tokenizer: with a `decode(ids)`, to show the tokens around a difference as text; None for ids alone.
+        host_tree: of the second tier, if there is one.
 
     Returns:
         The explanation.
+
+    Raises:
+        ValueError: tokens, namespace, num_logits or tokenizer is none.
     """
     if type(num_logits) is not int or num_logits < 0:
         raise ValueError(f"explain: num_logits must be an int of at least 0, got {num_logits!r}")
@@ -171,8 +184,9 @@ def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tok
     key = bytes(token_key(tokens))
     num_tokens, root_key = len(key) // TOKEN_BYTES, namespace_key(namespace)
     block_bytes = tree.block_size * TOKEN_BYTES
-    root = tree.roots().get(root_key)
-    node, start, taken = (None, 0, 0) if root is None else walk(root, key, len(key), block_bytes)
+    node, start, taken = _walk(tree, root_key, key)
+    _, host_start, host_taken = (None, 0, 0) if host_tree is None else _walk(host_tree, root_key, key)
+    in_host_memory = (host_start + host_taken) // TOKEN_BYTES
     end = start + taken
     matched = end // TOKEN_BYTES
     is_whole = end == len(key)
@@ -187,6 +201,7 @@ def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tok
     elsewhere = None if is_whole else _elsewhere(tree, key, end, root_key, block_bytes)
     reasons = {
         "all cached": is_whole,
+        "in host memory": in_host_memory > matched,
         "evicted": loss is not None,
         "older weights": elsewhere is not None and elsewhere.stale,
         "other namespace": elsewhere is not None,
@@ -196,7 +211,8 @@ def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tok
     return Explanation(
         num_tokens,
         matched,
-        max(0, min(matched, num_tokens - max(1, num_logits))),
+        in_host_memory,
+        max(0, min(max(matched, in_host_memory), num_tokens - max(1, num_logits))),
         namespace,
         () if node is None else _edges(node, taken),
         next(reason for reason, applies in reasons.items() if applies),
@@ -206,6 +222,11 @@ def explain(tree: RadixTree, tokens: Any, namespace: tuple, num_logits: int, tok
         None if is_whole else tree.history.dropped,
         decode,
     )
+
+
+def _walk(tree: RadixTree, root_key: tuple, key: bytes) -> tuple[Node | None, int, int]:
+    root = tree.roots().get(root_key)
+    return (None, 0, 0) if root is None else walk(root, key, len(key), tree.block_size * TOKEN_BYTES)
 
 
 def _edges(node: Node, num_bytes: int) -> tuple[MatchedEdge, ...]:

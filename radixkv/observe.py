@@ -10,6 +10,7 @@ from radixkv.explain import Explanation, explain
 from radixkv.metrics import metrics_of
 
 if TYPE_CHECKING:
+    from radixkv.host_tier import HostTier
     from radixkv.stats import CacheStats
     from radixkv.tree import RadixTree
 
@@ -21,6 +22,8 @@ class Observed:
         tree: which prefixes are cached. `tree()` is a picture of it, see `RadixTree.__call__`.
         lock: held by every operation; when it is let go of, `events` are told.
     """
+
+    tier: HostTier | None
 
     def __init__(self, tree: RadixTree) -> None:
         self.tree = tree
@@ -51,7 +54,8 @@ class Observed:
 
         require_namespace("explain", namespace)
         with self.lock:
-            return explain(self.tree, token_ids, self.full_namespace(namespace), num_logits, tokenizer)
+            host_tree = None if self.tier is None else self.tier.tree
+            return explain(self.tree, token_ids, self.full_namespace(namespace), num_logits, tokenizer, host_tree)
 
     def on_event(self, callback: Callable[[CacheEvent], object]) -> Callable[[], None]:
         """Call a function with everything that is stored, evicted and hit from now on.

@@ -24,7 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LIBRARY = sorted([*ROOT.glob("kernels/*.py"), *ROOT.glob("integration/*.py"), *ROOT.glob("radixkv/*.py"), *ROOT.glob("radixkv/demo/*.py")])
 WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "work")
-WITHOUT_TORCH = ("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key")
+WITHOUT_TORCH = (
+    *("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key"),
+    *("history", "events", "explain", "tree_view", "readable"),
+)
 
 
 def room_of(path: Path) -> str:
