@@ -104,11 +104,8 @@ class PrefixCache(Observed):
         require_namespace("match_prefix", namespace)
         with self.lock:
             self._collect()
-            full_namespace = self.full_namespace(namespace)
-            if self.tier is not None:
-                self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
             self._counters.lookups += 1
-            return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
+            return self._lease(key, namespace, priority)
 
     def pin(self, token_ids, namespace: tuple = ()) -> Pin:
         """Keep the longest cached prefix of some tokens until it is unpinned; nothing is computed.
@@ -130,7 +127,7 @@ class PrefixCache(Observed):
         require_namespace("pin", namespace)
         with self.lock:
             self._collect()
-            lease = self.tree.lock(self.tree.match_prefix(key, self.full_namespace(namespace)))
+            lease = self._lease(key, namespace)
             try:
                 if not lease.length:
                     raise ValueError(
@@ -473,11 +470,19 @@ class PrefixCache(Observed):
 
     # Inside, under the lock -----------------------------------------------------------------------------------------------------------
 
+    def _lease(self, key: bytes, namespace: tuple, priority: int | None = None) -> Lease:
+        """Hold the longest cached prefix, what is in host memory included."""
+        full_namespace = self.full_namespace(namespace)
+        self.tree.require_priority("match_prefix", priority)
+        if self.tier is not None:
+            self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
+        return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
+
     def _evict(self, num_blocks: int) -> None:
         victims: dict[Node, Victim] = {}
 
         def note(node: Node) -> None:
-            if node not in victims:
+            if node not in victims and not self.tree.is_stale(node):
                 victims[node] = path_of(node)
 
         given_up = self.tree.evict(num_blocks, None if self.tier is None else note)

@@ -314,9 +314,9 @@ class RadixTree:
         """The roots of all namespaces that hold something, by `namespace_key`; for looking at, not for changing."""
         return self._roots
 
-    def is_stale(self, root: Root) -> bool:
-        """Whether `retire` has made the namespace of a root stale."""
-        return root.namespace_key in self._stale_roots
+    def is_stale(self, node: Node) -> bool:
+        """Whether a node is of a stale namespace, see `retire`."""
+        return node.queue is self._stale_queue
 
     def __call__(self, *, tokenizer: Any = None, max_nodes: int = 50) -> TreeView:
         """A picture of the tree as it is now; it changes nothing.

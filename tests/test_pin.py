@@ -220,7 +220,30 @@ def test_pins_from_several_threads(cache):
     assert cache.stats().blocks_pinned == 0 and cache.tree.num_leases == 0
 
 
+def test_a_prefix_in_host_memory_comes_back_to_be_pinned():
+    cache = make_cache(num_blocks=8, host_bytes=1 << 20)
+    store(cache, tokens(40))
+    for first in range(1000, 1500, 100):
+        store(cache, tokens(60, first))
+    assert cache.tree.match_prefix(tokens(40), cache.full_namespace()).length == 0
+    assert cache.pin(tokens(40)).length == 40
+    assert cache.stats().restored_tokens == 40
+    cache.check()
+
+
 # Stale namespaces and priorities, as a cache has them
+
+
+def test_blocks_of_old_weights_take_no_room_in_host_memory():
+    cache = make_cache(num_blocks=4, host_bytes=1 << 20)
+    store(cache, tokens(64))
+    lease = cache.match_prefix(tokens(64))
+    cache.invalidate()
+    lease.release()
+    store(cache, tokens(64, 100))
+    assert (cached_len(cache, tokens(64, 100)), cache.stats().blocks_host) == (64, 0)
+    store(cache, tokens(64, 200))
+    assert cache.stats().blocks_host == 4
 
 
 def test_what_runs_with_old_weights_is_the_first_to_go_when_it_is_done(cache):
