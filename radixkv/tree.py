@@ -243,7 +243,7 @@ class RadixTree:
         path = node.path_blocks()[:first_adopted] + adopted
         replaced: list[int] = []
         if matched == len(node.edge) and not node.locks and not node.children:
-            replaced = self._grow(node, key[known:], adopted)
+            replaced = self._grow(node, key[start:], adopted)
         else:
             node = self._branch(node, first_adopted * self._block_bytes - start)
             node = self._add_leaf(node, key[first_adopted * self._block_bytes :], adopted)
@@ -378,19 +378,18 @@ class RadixTree:
         leaf.queue.add(leaf)
         return leaf
 
-    def _grow(self, leaf: Node, new: bytes, blocks: list[int]) -> list[int]:
-        """Appends to an unlocked leaf. Blocks start with the one that holds the first new token; returns the one it replaces."""
+    def _grow(self, leaf: Node, edge: bytes, blocks: list[int]) -> list[int]:
+        """Gives an unlocked leaf a longer edge. Blocks start with the one that holds the first new token; returns the one it replaces."""
         assert leaf.parent is not None
         old_key = leaf.edge[: self._block_bytes]
         num_full = len(leaf.edge) // self._block_bytes
         replaced = leaf.blocks[num_full:]
-        edge = leaf.edge + new
         leaf.blocks[num_full:] = blocks
+        self._num_bytes += len(edge) - len(leaf.edge)
         leaf.edge = edge
         if len(old_key) < self._block_bytes:
             leaf.parent.remove_child(old_key)
             leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
-        self._num_bytes += len(new)
         leaf.queue.renew(leaf)
         return replaced
 
