@@ -20,6 +20,8 @@ BLOCK = 16
 LENGTHS = [512, 4096, 32_768]
 FLOOR_MULTIPLE = {512: 15, 4096: 5, 32_768: 3}
 DEPTH = 128
+# A tree's default, and a prefix cache's.
+POLICIES = ["lru", "slru"]
 
 CROWDS = [
     pytest.param((num_sequences, length, block_size), id=f"{num_sequences} sequences, {length} tokens, block {block_size}")
@@ -222,9 +224,10 @@ def test_blocks_of_a_lease(benchmark, length):
     assert benchmark(lambda: lease.blocks) == list(range(length // BLOCK))
 
 
-def test_evict_10k_tokens(benchmark):
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_evict_10k_tokens(benchmark, eviction):
     """625 blocks of 16 from sequences of 512 tokens, 20 leaves: at most 0.3 ms, and the same among 1,000 as among 100,000, within 30 %."""
-    trees = {num_sequences: evictable_tree(num_sequences) for num_sequences in (1_000, 100_000)}
+    trees = {num_sequences: evictable_tree(num_sequences, eviction) for num_sequences in (1_000, 100_000)}
     times: dict[int, list[float]] = {num_sequences: [] for num_sequences in trees}
 
     def evict_from_both() -> None:
@@ -240,23 +243,24 @@ def test_evict_10k_tokens(benchmark):
     assert large_ms <= 0.3 and 0.7 * small_ms <= large_ms <= 1.3 * small_ms
 
 
-def evictable_tree(num_sequences: int) -> RadixTree:
+def evictable_tree(num_sequences: int, eviction: str) -> RadixTree:
     """Sequences of 512 tokens that differ in their first block only, stored in random order."""
     rng = np.random.default_rng(8)
-    tree = RadixTree(BLOCK)
+    tree = RadixTree(BLOCK, eviction)
     tail = random_keys(rng, 1, 512 - BLOCK)[0]
     fill(tree, [int(i).to_bytes(TOKEN_BYTES, "little") * BLOCK + tail for i in rng.permutation(num_sequences)])
     return tree
 
 
-@pytest.mark.parametrize("num_turns", [10, 60])
-def test_a_replayed_chat(benchmark, num_turns):
+@pytest.mark.parametrize("num_turns", [10, 60], ids=lambda n: f"{n} turns")
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_a_replayed_chat(benchmark, eviction, num_turns):
     """All that the tree does for a request, at most 40 us: match, lease, table, release, insert, and evicting what is too much.
 
     50 chats take turns; each turn has 60 new tokens and is answered with 80, and the tree holds half of what they all come to.
     """
     rng = np.random.default_rng(9)
-    tree = RadixTree(BLOCK)
+    tree = RadixTree(BLOCK, eviction)
     chats = [b""] * 50
     room = len(chats) * num_turns * 140 // BLOCK // 2
     next_block, hit_tokens, times = 0, 0, []
