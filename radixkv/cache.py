@@ -40,7 +40,7 @@ class PrefixCache(Observed):
     """Every token's K/V in a pool of blocks, found again by the longest cached prefix.
 
     All methods may be called from several threads; a step holds the lock from planning to commit, so a block is never read before it is
-    written.
+    written. What happened meanwhile is told to `on_event`'s callbacks when the lock has been let go of.
 
     Args:
         pool: where K/V lives; owned by this cache from now on.

@@ -73,7 +73,7 @@ class History:
         self.evicted_blocks = 0
         self.dropped: Dropped | None = None
         self.listener: Callable[[CacheEvent], None] | None = None
-        self._runs: deque[EvictedRun] = deque(maxlen=NUM_RUNS)
+        self._runs: deque[tuple[int, tuple, int, int, int, bytes]] = deque(maxlen=NUM_RUNS)
         self._trimmed: dict[Node, _Trimmed] = {}
         self._reason, self._step = "room", 0
         # Per inner node: its edge when that was seen, the checksum of all tokens up to its end, and the key of its namespace. While the
@@ -97,8 +97,19 @@ class History:
         if self.listener is not None:
             num_tokens = (len(leaf.edge) - num_kept) // TOKEN_BYTES
             self.listener(Evicted(self._step, namespace_of(_root_key(leaf)), path_key(leaf), num_tokens, self._reason))
-        if self._reason == "room":
-            self._note(leaf, num_kept)
+        if self._reason != "room":
+            return
+        if num_kept or leaf in self._trimmed:
+            self._note_trimmed(leaf, num_kept)
+            return
+        parent, places = leaf.parent, self._places
+        assert parent is not None
+        places.pop(leaf, None)
+        place = places.get(parent)
+        if place is None or place[0] is not parent.edge:
+            place = self._place(parent)
+        # A plain tuple in the order of EvictedRun, which takes as long to make as all else here.
+        self._runs.append((self._step, place[2], leaf.start, leaf.start + len(leaf.edge), place[1], leaf.edge[:HEAD_BYTES]))
 
     def end(self, num_tokens: int, num_blocks: int) -> None:
         """What was begun is over, and so many tokens and blocks are gone."""
@@ -129,7 +140,7 @@ class History:
 
     def lost_runs(self, root_key: tuple, key: bytes, position: int) -> list[EvictedRun]:
         """The runs that a key would have matched, the first of which holds the token at byte `position`; empty if that was not evicted."""
-        runs = [run for run in self._runs if run.root_key == root_key]
+        runs = [EvictedRun(*run) for run in self._runs if run[1] == root_key]
         for leaf, trimmed in self._trimmed.items():
             if _root_key(leaf) == root_key:
                 runs.append(_closed(leaf, trimmed))
@@ -140,7 +151,7 @@ class History:
         later = (run for run in runs if run.start >= first.end and _held(run, key, run.start))
         return [first, *sorted(later, key=lambda run: run.start)]
 
-    def _note(self, leaf: Node, num_kept: int) -> None:
+    def _note_trimmed(self, leaf: Node, num_kept: int) -> None:
         start, end = leaf.start + num_kept, leaf.start + len(leaf.edge)
         head = leaf.edge[num_kept : num_kept + HEAD_BYTES]
         earlier = self._trimmed.pop(leaf, None)
