@@ -167,10 +167,11 @@ def test_insert_new(benchmark, num_sequences, length):
     stored = crowd(num_sequences, OTHER_LEN, BLOCK)
     keys = random_keys(np.random.default_rng(5), NUM_KEYS, length)
     num_blocks = length // BLOCK
-    tables = {key: range(stored.next_block + i * num_blocks, stored.next_block + (i + 1) * num_blocks) for i, key in enumerate(keys)}
+    first = stored.next_block
+    tables = {key: list(range(first + i * num_blocks, first + (i + 1) * num_blocks)) for i, key in enumerate(keys)}
     time_once_each(benchmark, lambda key: stored.tree.insert(key, tables[key]), keys)
     assert len(stored.tree.nodes()) == 1 + num_sequences + NUM_KEYS
-    assert all(stored.tree.insert(key, table).blocks == list(table) for key, table in tables.items())
+    assert all(stored.tree.insert(key, table).blocks == table for key, table in tables.items())
 
 
 @at_each_length
