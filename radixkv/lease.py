@@ -48,13 +48,16 @@ class Lease:
     @property
     def blocks(self) -> list[int]:
         """Ids of the ceil(length / block_size) blocks, in token order, as a new list. RuntimeError after the release."""
-        self._require_open("blocks")
-        return [] if self._node is None else self._node.path_blocks()
+        # Another thread may be splitting the path.
+        with self.tree.guard:
+            self._require_open("blocks")
+            return [] if self._node is None else self._node.path_blocks()
 
     def clone(self) -> Lease:
         """Another hold on the same prefix, to be released on its own."""
-        self._require_open("clone")
-        lease = self.tree.lock_again(self._node, self._key, self.length, self.namespace)
+        with self.tree.guard:
+            self._require_open("clone")
+            lease = self.tree.lock_again(self._node, self._key, self.length, self.namespace)
         lease.priority = self.priority
         return lease
 

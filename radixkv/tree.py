@@ -64,7 +64,8 @@ class RadixTree:
     Attributes:
         queue: the eviction policy.
         history: counters of what was stored and evicted so far, and what was evicted lately.
-        guard: what a picture of the tree holds while it is taken; who uses the tree from several threads puts its lock here.
+        guard: held by what leases do by themselves and while a picture of the tree is taken; who uses the tree from several threads puts
+            its lock here.
         returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
             that anyone else does with it.
 
@@ -122,6 +123,11 @@ class RadixTree:
         """Leases of at least one token that are out."""
         self._take_returned()
         return self._num_leases
+
+    def count_leases(self) -> tuple[int, int]:
+        """`num_leases` and `num_leased_blocks` of the same moment; other threads may release leases at any time."""
+        self._take_returned()
+        return self._num_leases, self._num_leased
 
     @property
     def num_tokens(self) -> int:

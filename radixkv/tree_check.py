@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 def check_tree(tree: RadixTree) -> None:
     """Walks a tree after taking in returned leases. Raises AssertionError with a sentence on any violation."""
-    num_leases = tree.num_leases
+    # Once: what is released from now on is taken in by the next operation, or it would change the locks under the walk.
+    num_leases, num_leased = tree.count_leases()
     nodes = tree.nodes()
     inner = [node for node in nodes if not isinstance(node, Root)]
     for node in nodes:
@@ -32,9 +33,8 @@ def check_tree(tree: RadixTree) -> None:
     blocks = [block for node in inner for block in node.blocks]
     _require(len(set(blocks)) == len(blocks), "a block is in the tree twice")
     _require(len(blocks) == tree.num_blocks, f"the nodes hold {len(blocks)} blocks, the tree counts {tree.num_blocks}")
-    num_leased = sum(len(node.blocks) for node in inner if node.locks)
-    _require(num_leased == tree.num_leased_blocks, f"locked nodes hold {num_leased} blocks, the tree counts {tree.num_leased_blocks}")
-    _require(num_leased + tree.num_evictable_blocks == len(blocks), "leased and evictable blocks are not all blocks")
+    num_locked = sum(len(node.blocks) for node in inner if node.locks)
+    _require(num_locked == num_leased, f"locked nodes hold {num_locked} blocks, the tree counts {num_leased}")
     num_tokens = sum(len(node.edge) for node in inner) // TOKEN_BYTES
     _require(num_tokens == tree.num_tokens, f"the edges have {num_tokens} tokens, the tree counts {tree.num_tokens}")
     _check_queue(tree, inner)

@@ -15,6 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 import radixkv
 from radixkv.events import CacheEvent
 from tests.models import left_pad, new_tokens, prompt, tiny_qwen2
+from tests.small_cache import keep, small_cache
 from tests.test_events import Mirror
 
 NUM_THREADS, NEW = 8, 6
@@ -237,6 +238,25 @@ def test_a_lease_may_be_released_by_any_thread():
 
     run_together(work)
     assert model.radixkv.stats().blocks_leased == 0
+
+
+@pytest.mark.parametrize("read", [lambda lease: lease.blocks, lambda lease: lease.clone()], ids=["blocks", "clone"])
+def test_a_lease_is_read_when_no_other_thread_changes_the_tree(read):
+    """A lease's blocks were once gathered without the lock, while another thread might cut the edge in two and some were missing."""
+    cache = small_cache()
+    keep(cache, range(40))
+    lease = cache.match_prefix(range(40))
+    with ThreadPoolExecutor(1) as pool:
+        with cache.lock:
+            waiting = pool.submit(read, lease)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+            cache.match_prefix(range(16)).release()  # cuts the edge
+        found = waiting.result(timeout=20)
+    assert found == lease.blocks if isinstance(found, list) else found.length == 40
+    del found, waiting
+    lease.release()
+    cache.check()
 
 
 def test_the_lock_is_let_go_between_steps():
