@@ -1,4 +1,4 @@
-"""SGLang's radix tree in Python, for `bench/tree.py`, where the package is installed: `pip install --no-deps sglang` and what it misses."""
+"""SGLang's radix tree in Python (0.5.23), for `bench/tree.py`, where the package is installed with what it imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class SglangTree:
-    """`RadixCache` without pools. It is asked for prepared keys, like ours, and answers with the slots of all tokens."""
+    """`RadixCache` without pools. It is asked for prepared keys, like ours, and answers like ours with a length and a node."""
 
     def __init__(self, block_size: int) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
@@ -29,7 +29,7 @@ class SglangTree:
 
     def match_len(self, prepared: tuple[Any, torch.Tensor]) -> int:
         """How many tokens of a prepared key it knows."""
-        return len(self._cache.match_prefix(self._match(key=prepared[0])).device_indices)
+        return self._cache.match_prefix(self._match(key=prepared[0])).device_prefix_len
 
 
 PEERS = [SglangTree] if find_spec("sglang") else []

@@ -54,14 +54,14 @@ class OwnTree:
     def __init__(self, block_size: int) -> None:
         self.tree = RadixTree(block_size)
 
-    def prepare(self, key: bytes, first_slot: int = 0) -> tuple[bytes, range]:
+    def prepare(self, key: bytes, first_slot: int = 0) -> tuple[bytes, list[int]]:
         first = first_slot // self.tree.block_size
-        return key, range(first, first + len(key) // TOKEN_BYTES // self.tree.block_size)
+        return key, list(range(first, first + len(key) // TOKEN_BYTES // self.tree.block_size))
 
-    def insert(self, prepared: tuple[bytes, range]) -> None:
+    def insert(self, prepared: tuple[bytes, list[int]]) -> None:
         self.tree.insert(*prepared)
 
-    def match_len(self, prepared: tuple[bytes, range]) -> int:
+    def match_len(self, prepared: tuple[bytes, list[int]]) -> int:
         return self.tree.match_prefix(prepared[0]).length
 
 
