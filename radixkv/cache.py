@@ -6,8 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,21 +14,19 @@ import torch
 
 from radixkv.admission import admit_rows
 from radixkv.attention import Backend
-from radixkv.decode_plan import DecodePlan, columns_for
 from radixkv.errors import OutOfBlocks, out_of_blocks
 from radixkv.events import Hit
 from radixkv.eviction import PolicyMaker
 from radixkv.host_tier import Victim, make_tier, path_of
-from radixkv.kernels.work import Work
 from radixkv.meter import PromptMeter
 from radixkv.node import Node
 from radixkv.observe import Observed
 from radixkv.pin import Pin, Pins
-from radixkv.plan import Phase, Plan, StepTokens, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 from radixkv.stats import CacheStats, Counters
-from radixkv.step import HeldStep, Step
+from radixkv.step import Step
+from radixkv.step_maker import StepMaker
 from radixkv.tree import Lease, RadixTree, token_key
 
 if TYPE_CHECKING:
@@ -80,7 +77,7 @@ class PrefixCache(Observed):
         self._counters = Counters()
         self.meter = PromptMeter(pool.device)
         self._weights_version = 0
-        self._decode_plans: dict[int, DecodePlan] = {}
+        self._steps = StepMaker(pool, backend)
 
     # What a user calls ----------------------------------------------------------------------------------------------------------------
 
@@ -304,7 +301,7 @@ class PrefixCache(Observed):
             self.tier = tier
             self.pool, self.backend = pool, backend
             self._replace_tree(RadixTree(pool.block_size, self._eviction))
-            self._decode_plans = {}
+            self._steps = StepMaker(pool, backend)
             self.meter = PromptMeter(pool.device)
             self._counters.restored_before = 0
 
@@ -369,8 +366,18 @@ class PrefixCache(Observed):
     def prompt_step(self, batch: Batch) -> Iterator[Step]:
         """The first step of a batch: compute what no row could reuse. Leaving the block normally commits it as stored."""
         with self.lock:
-            batch.step_rows = tuple(range(len(batch.sequences)))
-            yield from self._step(batch, "prefill", batch.sequences)
+            _require_open(batch)
+            sequences = batch.sequences
+            num_tokens = sum(sequence.num_tokens - sequence.hit_len for sequence in sequences)
+            self._count_computed(batch, num_tokens)
+            batch.step_rows = tuple(range(len(sequences)))
+            with (
+                self._steps.prompt(sequences, batch.carried) as step,
+                self.meter.measure(num_tokens) if batch.counted else nullcontext(),
+            ):
+                yield step
+            for sequence in sequences:
+                sequence.num_stored = sequence.num_tokens
 
     @contextmanager
     def decode_step(self, batch: Batch, rows: Seq[int], token_ids: Seq[int], num_rows: int | None = None) -> Iterator[Step]:
@@ -386,6 +393,7 @@ class PrefixCache(Observed):
         """
         with self.lock:
             self._collect()
+            _require_open(batch)
             sequences = [batch.sequences[row] for row in rows]
             full = [sequence for sequence in sequences if sequence.num_tokens == len(sequence.blocks) * self.pool.block_size]
             for sequence, block in zip(full, self.allocate(len(full)), strict=True):
@@ -394,7 +402,11 @@ class PrefixCache(Observed):
                 sequence.key += key.tobytes()
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            yield from self._step(batch, "decode", sequences, num_rows)
+            self._count_computed(batch, len(sequences))
+            with self._steps.decode(sequences, batch.carried, num_rows) as step:
+                yield step
+            for sequence in sequences:
+                sequence.num_stored = sequence.num_tokens
 
     def store(self, batch: Batch, priority: int | None = None) -> None:
         """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
@@ -506,74 +518,9 @@ class PrefixCache(Observed):
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
 
-    def _step(self, batch: Batch, phase: Phase, sequences: list[Sequence], num_rows: int | None = None) -> Iterator[Step]:
-        if batch.closed:
-            raise RuntimeError("this batch was already stored or dropped: start a new generate()")
-        plan = None
-        if phase == "prefill":
-            arrays = prompt_tokens(sequences, self.pool.block_size)
-            step, num_tokens = Step(self.pool, self.backend, self._assemble(phase, sequences, arrays, batch)), len(arrays.token_ids)
-        else:
-            num_tokens = len(sequences)
-            if self.backend.name == "triton":
-                plan = self._decode_plan(sequences, num_rows)
-                plan.follow(sequences)
-                step = Step(self.pool, self.backend, plan, reuses_outputs=num_rows is not None)
-            elif len(sequences) == 1 and self.pool.device.type == "cpu":
-                step = HeldStep(self.pool, self.backend, sequences[0], batch.carried, partial(self._assemble_decode, sequences, batch))
-            else:
-                step = Step(self.pool, self.backend, self._assemble_decode(sequences, batch))
+    def _count_computed(self, batch: Batch, num_tokens: int) -> None:
         if batch.counted:
             self._counters.computed_tokens += num_tokens
-        if plan is not None:
-            plan.in_use = True
-        try:
-            if phase == "prefill" and batch.counted:
-                with self.meter.measure(num_tokens):
-                    yield step
-            else:
-                yield step
-        finally:
-            if plan is not None:
-                plan.in_use = False
-        for sequence in sequences:
-            sequence.num_stored = sequence.num_tokens
-        if plan is not None:
-            plan.commit()
-
-    def _assemble(self, phase: Phase, sequences: list[Sequence], arrays: StepTokens, batch: Batch) -> Plan:
-        tables, seq_lens = [sequence.blocks for sequence in sequences], [sequence.num_tokens for sequence in sequences]
-
-        def build_work(window: int | None) -> Work:
-            if phase == "prefill":
-                return self.backend.build_prompt_work(tables, arrays.query_lens, seq_lens, window, batch.carried)
-            return self.backend.build_decode_work(tables, seq_lens, window, carried=batch.carried)
-
-        return assemble(phase, sequences, arrays, build_work, self.pool.device)
-
-    def _assemble_decode(self, sequences: list[Sequence], batch: Batch) -> Plan:
-        return self._assemble("decode", sequences, decode_tokens(sequences, self.pool.block_size), batch)
-
-    def _decode_plan(self, sequences: list[Sequence], num_rows: int | None) -> DecodePlan:
-        """The plan of so many rows, a new one if there is none that is wide enough."""
-        columns = columns_for(max(len(sequence.blocks) for sequence in sequences))
-        key = len(sequences) if num_rows is None else num_rows
-        kept = self._decode_plans.get(key)
-        if kept is not None and kept.max_blocks >= columns and not kept.in_use:
-            return kept
-        plan = DecodePlan(
-            key,
-            columns,
-            block_size=self.pool.block_size,
-            device=self.pool.device,
-            advance=self.backend.advance_rows,
-            build_work=partial(self.backend.build_decode_work, max_len=columns * self.pool.block_size),
-        )
-        if kept is None or not kept.in_use:  # in use by a step inside of which this one runs, from a hook
-            if num_rows is None:  # of any number of rows, so that plans would pile up
-                self._decode_plans.clear()
-            self._decode_plans[key] = plan
-        return plan
 
     def _shrink_leases(self) -> None:
         """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""
@@ -642,3 +589,8 @@ def require_namespace(function: str, namespace: tuple) -> None:
         hash(namespace)
     except TypeError as error:
         raise ValueError(f"{function}: namespace must hold hashable values only: {error}") from None
+
+
+def _require_open(batch: Batch) -> None:
+    if batch.closed:
+        raise RuntimeError("this batch was already stored or dropped: start a new generate()")

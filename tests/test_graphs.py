@@ -172,7 +172,7 @@ def test_our_part_of_a_captured_step_allocates_copies_and_reads_nothing(window: 
         launches = exempt_interpreter(monkeypatch)
         with NothingButKernels() as mode:
             region(step)
-    assert mode.seen and len(launches) == 1 + LAYERS * 3  # advance; store, attend, merge
+    assert mode.seen and len(launches) == 1 + LAYERS * 4  # advance; store, narrow items, wide items, merge
     cache.discard(batch)
 
 
