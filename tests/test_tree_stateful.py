@@ -209,7 +209,10 @@ def test_sorted_keys_that_were_removed_come_back():
     keys = SortedKeys(token_key([i]) for i in range(100))
     for i in range(40, 60):
         keys.remove(token_key([i]))
-    assert keys.neighbours(token_key([50])) == [token_key([39]), token_key([60])]
-    keys.add(token_key([50]))
+    assert keys.neighbours(token_key([59])) == [token_key([39]), token_key([60])]
+    keys.remove(token_key([39]))
+    keys.add(token_key([39]))
+    for i in (45, 50):
+        keys.add(token_key([i]))
+    assert keys.to_list() == sorted(token_key([i]) for i in (*range(40), 45, 50, *range(60, 100)))
     assert keys.neighbours(token_key([50])) == [token_key([50]), token_key([60])]
-    assert keys.to_list() == sorted(token_key([i]) for i in (*range(40), 50, *range(60, 100)))
