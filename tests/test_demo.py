@@ -326,7 +326,10 @@ def test_the_kernels_part_notices_an_attention_that_ran_elsewhere(small_config, 
     monkeypatch.setattr(radixkv, "patch_model", lambda model, **options: patch_model(model, **{**options, "backend": "torch"}))
     report = Report()
     demo_kernels.run_kernels(small_config, torch.float32, CPU, report)
-    assert report.problems == ["part 5: the attention ran in the backend 'torch', not in Triton's kernels"]
+    assert report.problems == [
+        "part 5: the attention ran in the backend 'torch', not in Triton's kernels",
+        "part 5, launches of rope_store_kv: expected 32, got 0",
+    ]
 
 
 def test_the_embedded_model_answers_as_before_and_computes_a_document_once(smollm2):

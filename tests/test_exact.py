@@ -16,7 +16,7 @@ from radixkv.cache import PrefixCache
 from radixkv.pool import BlockPool
 from tests.models import prompt, tiny_qwen2
 
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
+HEADS, KV_HEADS, HEAD_DIM = 3, 1, 64
 VOCABULARY = 4000
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -73,7 +73,7 @@ def ids(num_tokens: int, seed: int) -> list[int]:
 
 DOCUMENT = ids(290, 10)  # more than one chunk of 256
 PROMPTS = [DOCUMENT + ids(5, 11), DOCUMENT[:270] + ids(20, 12), ids(40, 13), DOCUMENT + ids(9, 14)]
-NEW = [ids(3, 20 + row) for row in range(len(PROMPTS))]
+NEW = [ids(2, 20 + row) for row in range(len(PROMPTS))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
