@@ -1,6 +1,6 @@
 # make demo   the main job, on a real model    make lint    ruff and mypy
 # make test   the tests                        make bench   microbenchmarks
-# make fuzz   240,000 random operations on the tree, each compared with a brute-force model
+# make fuzz   240,000 random operations on the tree, 30,000 on whole caches, everything checked after each
 # make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
 # The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
 
@@ -23,7 +23,7 @@ test: $(READY)
 	$(BIN)/python -m pytest tests
 
 fuzz: $(READY)
-	$(BIN)/python -m pytest tests/test_tree_stateful.py -k long_run --fuzz-operations 20000
+	$(BIN)/python -m pytest tests/test_tree_stateful.py tests/test_cache_fuzz.py -k long_run --fuzz-operations 20000
 
 test-triton36: $(READY36)
 	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS)
