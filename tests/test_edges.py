@@ -9,7 +9,9 @@ import torch
 from transformers import DynamicCache, Qwen2ForCausalLM
 
 import radixkv
+from radixkv.errors import OutOfBlocks
 from tests.models import counted_tokens, left_pad, prompt, tiny_qwen2
+from tests.small_cache import ask, keep, small_cache
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 
@@ -171,3 +173,25 @@ def test_arguments_that_were_taken_or_failed_obscurely(patched):
         patched.generate(ids[None], logits_to_keep=-1, **GREEDY)
     handle.check()
     assert handle.stats().blocks_free == 100
+
+
+def test_a_request_that_is_admitted_at_the_second_try_counts_once():
+    """In a pool too tight to hold a partly matched block beside its copy the row starts over, and only what it then reuses is counted."""
+    cache = small_cache(5)
+    keep(cache, range(40))
+    cache.reset_stats()
+    assert ask(cache, range(70)) == 32
+    stats = cache.stats()
+    assert (stats.requests, stats.hits, stats.prompt_tokens, stats.cached_tokens, stats.computed_tokens) == (1, 0, 70, 32, 38)
+    cache.check()
+
+
+def test_a_request_that_finds_no_room_does_not_count():
+    cache = small_cache(5)
+    keep(cache, range(40))
+    cache.reset_stats()
+    with pytest.raises(OutOfBlocks):
+        ask(cache, range(90))
+    assert cache.stats().requests == cache.stats().prompt_tokens == 0
+    cache.check()
+    assert ask(cache, range(41)) == 40
