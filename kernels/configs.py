@@ -67,7 +67,6 @@ class DecodeConfig:
     """How decode_attention is tiled and launched.
 
     Attributes:
-        chunk: keys per range of the exact plan.
         tile_rows: (token, query head) rows per program, a power of two; a larger group takes several programs per item.
         tile_kv: keys per loop trip.
         tile_d: head_dim padded to a power of two.
@@ -78,7 +77,6 @@ class DecodeConfig:
         max_registers: registers per thread that ptxas may use; None: as many as it likes.
     """
 
-    chunk: int
     tile_rows: int
     tile_kv: int
     tile_d: int
@@ -200,7 +198,7 @@ def decode_config(head_dim: int, group: int, dtype: torch.dtype, block_size: int
     if group < 1:
         raise ValueError(f"decode_config: group must be at least 1, got {group}")
     tile_rows, tile_kv, splits, num_warps, num_stages, ctas, max_registers = _DECODE[key][arch]
-    return DecodeConfig(CHUNK, tile_rows, tile_kv, key[1], splits, num_warps, num_stages, ctas, max_registers)
+    return DecodeConfig(tile_rows, tile_kv, key[1], splits, num_warps, num_stages, ctas, max_registers)
 
 
 def layout_for(
