@@ -15,15 +15,17 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from radixkv.attention import Backend, resolve_backend
-from radixkv.cache import PrefixCache
+from radixkv.cache import PrefixCache, require_namespace
 from radixkv.eviction import policy_maker
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.fingerprint import digest_tokenizer, digest_weights, model_facts
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
-from radixkv.integration.hf_cache import GenerationCache
+from radixkv.integration.paged_cache import PagedCache
+from radixkv.integration.versions import held_cache
 from radixkv.integration.weights import WeightsWatch
 from radixkv.pin import Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
+from radixkv.sequence import CallOptions
 
 if TYPE_CHECKING:
     from radixkv.persist import LoadReport, SaveReport
@@ -116,17 +118,32 @@ class ModelCache(PrefixCache):
         if cache is not None:
             self._insert_dynamic(output, cache, priority)
             return
-        # The output's field was renamed with the argument, see hf_cache.cache_argument.
-        held = getattr(output, "cache", None) or getattr(output, "past_key_values", None)
-        if not isinstance(held, GenerationCache):
+        held = held_cache(output)
+        if not isinstance(held, PagedCache):
             raise TypeError(
                 "insert: expected what generate() of a patched model returns with return_dict_in_generate=True, got "
                 f"{type(output).__name__} without such a cache; to store a cache of transformers' own, call insert(token_ids, cache)"
             )
         if held.prefix_cache is not self:
             raise ValueError("insert: this output is of another model: insert it through that model's handle")
-        if held.batch is not None:
-            self.store(held.batch, priority)
+        held.store(priority)
+
+    def new_cache(self, namespace: tuple = (), *, reuse: bool = True) -> PagedCache:
+        """An empty cache for a loop of one's own, in place of transformers' `DynamicCache`: `model(input_ids, past_key_values=cache)`.
+
+        Args:
+            namespace: what to add to this cache's namespace. reuse: whether tokens may be taken from the prefix cache.
+
+        Returns:
+            The cache; its first call finds its rows, and `store()` keeps them for later prompts. See `PagedCache`.
+
+        Raises:
+            ValueError: namespace is not a tuple, or reuse not True or False.
+        """
+        require_namespace("new_cache", namespace)
+        if not isinstance(reuse, bool):
+            raise ValueError(f"new_cache: reuse must be True or False, got {reuse!r}")
+        return PagedCache(self, CallOptions(namespace, reuse))
 
     def save(
         self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None

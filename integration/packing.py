@@ -1,8 +1,10 @@
-"""A padded batch as generate() sends it, packed into the rows that must be computed, and its logits put back."""
+"""A padded batch as the model is called with, packed into the rows that must be computed, and its logits put back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,112 +13,272 @@ from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from radixkv.integration.attention import STEP_ARGUMENT, attention_configs, packed_attention
-from radixkv.integration.graphs import DecodeGraphs, can_capture
-from radixkv.integration.hf_cache import GenerationCache, StepCache
+from radixkv.integration.graphs import can_capture
+from radixkv.integration.hf_cache import StepCache
+from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.plan import Plan
-from radixkv.sequence import Batch
+from radixkv.sequence import TOKEN_BYTES
 from radixkv.step import Step
 from radixkv.token_key import token_key
+from radixkv.tree import Lease
+
+# Of a packed forward these would come back packed.
+_REFUSED = ("labels", "output_attentions", "output_hidden_states", "inputs_embeds")
 
 
-def packed_forward(
-    model: torch.nn.Module, call: Callable[..., Any], cache: GenerationCache, argument: str, lease: Any, inputs: dict[str, Any]
+@dataclass(frozen=True)
+class _Columns:
+    """What one call adds to the rows.
+
+    Attributes:
+        keys: the new tokens of each row, int32 little-endian; of some rows none.
+        real: bool [rows, columns], which of the columns sent hold tokens.
+        keep: of how many last columns logits are wanted.
+        is_whole: whether they are all columns from the first on, in place of those that the rows had.
+    """
+
+    keys: list[bytes]
+    real: np.ndarray
+    keep: int
+    is_whole: bool = False
+
+    @property
+    def kept(self) -> np.ndarray:
+        """bool [rows, keep]: of which kept columns logits mean something."""
+        return self.real[:, -self.keep :]
+
+
+def generation_forward(
+    model: torch.nn.Module, call: Callable[..., Any], cache: GenerationCache, argument: str, lease: Lease | None, inputs: dict[str, Any]
 ) -> Any:
     """Run one forward of generate() on the packed tokens alone.
 
     Args:
         model: the patched model. call: its class's own `forward` (or `__call__`), bound.
-        cache: the rows; admitted by the first forward, one token longer after each later one.
+        cache: what generate() was shown; its rows are found by the first forward and grow with each later one.
         argument: the name under which the model takes a cache.
         lease: the prefix chosen by hand, or None to search. Read by the first forward.
         inputs: the keyword arguments of the call: input_ids int64 [rows, columns], attention_mask [rows, all columns] or None,
-            logits_to_keep and what else generate() sends.
+            logits_to_keep and what else generate() sends. Changed.
 
     Returns:
         The model's output with logits [rows, kept columns, vocabulary] and `cache` as its cache. Logits of pad columns, and of rows that
         have finished, are never read by generate() and hold no meaning (they are finite).
     """
-    input_ids, mask = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-    keep = inputs.pop("logits_to_keep", 0)
-    for name in ("position_ids", "cache_position", "inputs_embeds", argument):
-        inputs.pop(name, None)
-    if not isinstance(keep, int) or keep < 0:
-        raise ValueError(f"logits_to_keep must be an int of at least 0 in generate() of a patched model, got {keep!r}")
-    if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.ndim != 2 or not input_ids.numel():
-        raise ValueError(f"input_ids must be int64 [rows, columns] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}")
-    num_rows, num_columns = input_ids.shape
-    keep = num_columns if keep == 0 else min(keep, num_columns)
-
-    def run(step: Step, token_ids: torch.Tensor, kept: torch.Tensor | int) -> Any:
-        return _run(cache.configs, call, step, argument, token_ids, kept, inputs)
-
-    if cache.batch is None:
-        cache.graphs = _usable_graphs(model, cache, inputs)
-        cache.configs = attention_configs(model)
-        output = _prompt(cache, input_ids, mask, keep, lease, run)
-        output.logits = output.logits.reshape(num_rows, keep, -1)
-    elif num_columns != 1:
-        raise NotImplementedError("radixkv: generate() sent several new tokens at once, which is not supported yet (assisted decoding)")
+    input_ids, mask, keep = _take_inputs(inputs, argument)
+    inputs.pop("position_ids", None)
+    rows = cache.rows
+    if cache.begun and _is_decode(rows, input_ids):
+        active = list(range(rows.num_rows))
+        if cache.finished is not None and bool(cache.finished.any()):
+            active = (~cache.finished).nonzero()[:, 0].tolist()
+        output = _decode(model, call, rows, argument, active, input_ids, inputs)
     else:
-        output = _decode(cache, cache.batch, input_ids, run, str(sorted(inputs.items())))
-    cache.num_columns += num_columns
+        resumes = cache.resumes and not cache.begun
+        columns = (_resumed if resumes else _appended)(rows, input_ids.cpu().numpy(), mask, keep, cache.mask_width)
+        is_prompt = not (cache.begun and cache.is_draft_checked)
+        output = _prompt(model, call, rows, argument, columns, lease, is_prompt, input_ids.device, inputs)
+    cache.begun = True
     output[argument] = cache
     return output
 
 
-def _prompt(
-    cache: GenerationCache, input_ids: torch.Tensor, mask: torch.Tensor | None, keep: int, lease: Any, run: Callable
-) -> Any:
-    ids = input_ids.cpu().numpy()
-    if mask is None:
-        real = np.ones(ids.shape, dtype=bool)
-    elif mask.shape[1] != ids.shape[1] or mask.shape[0] not in (1, ids.shape[0]):
-        raise ValueError(f"attention_mask must be {list(ids.shape)} like input_ids, got {list(mask.shape)}")
-    else:
-        real = np.broadcast_to(mask.cpu().numpy() != 0, ids.shape)
-    num_real = real.sum(1)
-    if not num_real.all():
-        raise ValueError(f"input_ids: row {int(num_real.argmin())} holds no token, its attention_mask is all zeros")
+def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCache, argument: str, inputs: dict[str, Any]) -> Any:
+    """Run one forward of a caller's own loop; arguments and result as for `generation_forward`, but that `rows` is the cache.
+
+    Raises:
+        ValueError: an argument that a packed forward cannot serve, or that contradicts what the rows hold.
+    """
+    for name in _REFUSED:
+        if inputs.get(name) is not None and inputs[name] is not False:
+            raise ValueError(f"{name} cannot be used together with a PagedCache: leave it out, or use a DynamicCache for this call")
+    if model.training:
+        raise ValueError("a PagedCache cannot be used while the model is in training mode: call model.eval() first")
+    as_tuple = inputs.pop("return_dict", None) is False
+    input_ids, mask, keep = _take_inputs(inputs, argument)
+    positions = inputs.pop("position_ids", None)
+    columns = _appended(rows, input_ids.cpu().numpy(), mask, keep, None)
+    if not columns.real.any():
+        raise ValueError("attention_mask marks none of the new columns as tokens: there is nothing to compute")
+    _check_history(rows, mask)
+    _check_positions(rows, positions, columns)
+    with torch.no_grad():
+        if _is_decode(rows, input_ids):
+            active = columns.real[:, 0].nonzero()[0].tolist()
+            output = _decode(model, call, rows, argument, active, input_ids, inputs)
+        else:
+            output = _prompt(model, call, rows, argument, columns, None, True, input_ids.device, inputs)
+    output[argument] = rows
+    return output.to_tuple() if as_tuple else output
+
+
+def _take_inputs(inputs: dict[str, Any], argument: str) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Take input_ids, attention_mask and logits_to_keep out of a call's arguments, and what a packed forward makes itself."""
+    input_ids, mask, keep = inputs.pop("input_ids", None), inputs.pop("attention_mask", None), inputs.pop("logits_to_keep", 0)
+    for name in ("cache_position", "inputs_embeds", argument):
+        inputs.pop(name, None)
+    if not isinstance(keep, int) or keep < 0:
+        raise ValueError(f"logits_to_keep must be an int of at least 0 for a patched model, got {keep!r}")
+    if not isinstance(input_ids, torch.Tensor):
+        raise ValueError(f"input_ids must be int64 [rows, columns], got {type(input_ids).__name__}")
+    if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.ndim != 2 or not input_ids.numel():
+        raise ValueError(f"input_ids must be int64 [rows, columns] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}")
+    if mask is not None and (mask.ndim != 2 or mask.shape[0] not in (1, input_ids.shape[0])):
+        raise ValueError(f"attention_mask must be [{input_ids.shape[0]}, all columns], got {list(mask.shape)}")
+    return input_ids, mask, input_ids.shape[1] if keep == 0 else min(keep, input_ids.shape[1])
+
+
+def _is_decode(rows: PagedCache, input_ids: torch.Tensor) -> bool:
+    """Whether a call adds one token to rows that hold all their others."""
+    open_batch = rows.batch is not None and rows.is_open and not rows.prefix_cache.is_stale(rows.batch)
+    return open_batch and input_ids.shape[1] == 1 and all(row.num_stored for row in rows.batch.sequences)  # type: ignore[union-attr]
+
+
+def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
+    """The columns of a call that sends what comes after the rows' columns."""
+    num_rows, num_new = ids.shape
+    if rows.batch is not None and rows.num_rows != num_rows:
+        raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, got {num_rows}")
+    real = _real_columns(mask, ids.shape, rows.num_columns + num_new)
     keys = [token_key(row[row_real]) for row, row_real in zip(ids, real, strict=True)]
-    kept = real[:, -keep:]
-    batch = cache.prefix_cache.admit(keys, kept.sum(1).tolist(), lease)
-    cache.take(batch)
-    with cache.prefix_cache.prompt_step(batch) as step:
-        # The last real token of a row is its last packed row; a pad column takes the row's first, which is never read.
+    known = rows.row_keys() or [b""] * num_rows
+    empty = [row for row in range(num_rows) if not keys[row] and not known[row]]
+    if empty and (width is None or rows.num_columns + num_new >= width):
+        raise ValueError(f"input_ids: row {empty[0]} holds no token, its attention_mask is all zeros")
+    return _Columns(keys, real, keep)
+
+
+def _resumed(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
+    """The columns of the first forward of a generate() that was given a cache: the whole sequences, or what comes after the cache."""
+    num_rows, num_columns = ids.shape
+    if num_rows != rows.num_rows:
+        if num_rows % rows.num_rows:
+            raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, generate() computes {num_rows}")
+        rows.batch_repeat_interleave(num_rows // rows.num_rows)
+    if width is not None and width > num_columns:
+        if width != rows.num_columns + num_columns:
+            raise ValueError(
+                f"attention_mask has {width} columns, but the cache holds {rows.num_columns} and input_ids {num_columns}: pass the whole "
+                "sequence, or new tokens only with a mask of the whole"
+            )
+        return _appended(rows, ids, mask, keep, width)
+    real = _real_columns(mask, ids.shape, num_columns)
+    kept = real[:, -keep:].sum(1)
+    keys, lengths = [], []
+    for row, (row_ids, row_real, known) in enumerate(zip(ids, real, rows.row_keys(), strict=True)):
+        key = token_key(row_ids[row_real])
+        if not key.startswith(known[: len(key)]) or not key:
+            raise ValueError(
+                f"input_ids: row {row} does not begin with the {len(known) // TOKEN_BYTES} tokens that the cache holds: pass the whole "
+                "sequence that the cache was made of and what follows it, or no cache"
+            )
+        # Logits come of computing: of what is cached, too, if they are asked for.
+        length = min(len(known) // TOKEN_BYTES, len(key) // TOKEN_BYTES - max(1, int(kept[row])))
+        lengths.append(length)
+        keys.append(bytes(key[length * TOKEN_BYTES :]))
+    rows.truncate_rows(lengths)
+    return _Columns(keys, real, keep, is_whole=True)
+
+
+def _real_columns(mask: torch.Tensor | None, shape: tuple[int, ...], num_columns: int) -> np.ndarray:
+    """bool [rows, columns of this call]: which hold tokens."""
+    if mask is None:
+        return np.ones(shape, dtype=bool)
+    if mask.shape[1] != num_columns:
+        raise ValueError(f"attention_mask must be [{shape[0]}, {num_columns}], a column for every column so far, got {list(mask.shape)}")
+    return np.broadcast_to(mask[:, num_columns - shape[1] :].cpu().numpy() != 0, shape)
+
+
+def _check_history(rows: PagedCache, mask: torch.Tensor | None) -> None:
+    if rows.batch is None or mask is None:
+        return
+    before = mask[:, : rows.num_columns].cpu().numpy() != 0
+    if (before != rows.real_columns).any():
+        raise ValueError(f"attention_mask must repeat what it said of the first {rows.num_columns} columns, which are cached as they were")
+
+
+def _check_positions(rows: PagedCache, positions: torch.Tensor | None, columns: _Columns) -> None:
+    """Whether given positions are those that a row's tokens have by their order, but for an offset, which attention does not see."""
+    if positions is None:
+        return
+    given = np.broadcast_to(positions.cpu().numpy(), columns.real.shape)
+    for row, real in enumerate(columns.real):
+        if (np.diff(given[row][real]) != 1).any():
+            raise ValueError("position_ids must count a row's tokens one by one with a PagedCache: leave them out, they are known")
+
+
+def _prompt(
+    model: torch.nn.Module,
+    call: Callable,
+    rows: PagedCache,
+    argument: str,
+    columns: _Columns,
+    lease: Lease | None,
+    is_prompt: bool,
+    device: torch.device,
+    inputs: dict[str, Any],
+) -> Any:
+    _prepare(model, rows, inputs)
+    kept = columns.kept
+    if not columns.real.any():  # a chunk of pads
+        rows.add_columns(columns.real)
+        vocabulary = model.get_output_embeddings().weight  # type: ignore[operator]
+        return CausalLMOutputWithPast(logits=vocabulary.new_zeros(*kept.shape, len(vocabulary)))
+    with rows.prompt_step(columns.keys, kept.sum(1).tolist(), lease, is_prompt=is_prompt) as (active, step):
+        # The last real token of a row is its last packed row; a pad column takes some row, which is never read.
         plan = step.plan
         assert isinstance(plan, Plan), "prompts have a plan of their own"
-        ends = np.array([*plan.starts[1:], plan.num_tokens])
+        ends = np.zeros(len(kept), dtype=np.int64)
+        ends[active] = [*plan.starts[1:], plan.num_tokens]
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
-        rows = np.where(kept, ends[:, None] - back, np.array(plan.starts)[:, None])
-        return run(step, plan.token_ids[None], torch.from_numpy(rows.reshape(-1)).to(input_ids.device))
+        packed = np.where(kept, ends[:, None] - back, 0)
+        output = _run(rows.configs, call, step, argument, plan.token_ids[None], torch.from_numpy(packed.reshape(-1)).to(device), inputs)
+    rows.set_columns(columns.real) if columns.is_whole else rows.add_columns(columns.real)
+    output.logits = output.logits.reshape(len(kept), columns.keep, -1)
+    return output
 
 
-def _usable_graphs(model: torch.nn.Module, cache: GenerationCache, inputs: dict[str, Any]) -> DecodeGraphs | None:
-    graphs = getattr(cache.prefix_cache, "graphs", None)
-    return graphs if graphs is not None and can_capture(model, inputs) else None
-
-
-def _decode(cache: GenerationCache, batch: Batch, input_ids: torch.Tensor, run: Callable, flags: str) -> Any:
-    graphs, num_rows = cache.graphs, input_ids.shape[0]
-    rows, tokens = list(range(num_rows)), input_ids
-    if cache.finished is not None and bool(cache.finished.any()):
-        rows = (~cache.finished).nonzero()[:, 0].tolist()
-        tokens = input_ids[rows]
-    capacity = None if graphs is None else graphs.rows_for(len(rows))
-    with cache.prefix_cache.decode_step(batch, rows, tokens[:, 0].tolist(), capacity) as step:
+def _decode(
+    model: torch.nn.Module,
+    call: Callable,
+    rows: PagedCache,
+    argument: str,
+    active: list[int],
+    input_ids: torch.Tensor,
+    inputs: dict[str, Any],
+) -> Any:
+    _prepare(model, rows, inputs)
+    num_rows, graphs, batch = input_ids.shape[0], rows.graphs, rows.batch
+    assert batch is not None
+    tokens = input_ids if len(active) == num_rows else input_ids[active]
+    run = partial(_run, rows.configs, call)
+    capacity = None if graphs is None else graphs.rows_for(len(active))
+    with rows.prefix_cache.decode_step(batch, active, tokens[:, 0].tolist(), capacity) as step:
         if graphs is None:
-            output = run(step, tokens.view(1, -1), 0)  # 0: the logits of all rows
+            output = run(step, argument, tokens.view(1, -1), 0, inputs)  # 0: the logits of all rows
             logits = output.logits[0]
         else:
-            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, ids, 0).logits[0], flags)
+            flags = str(sorted(inputs.items()))
+            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, argument, ids, 0, inputs).logits[0], flags)
             # Copied here, where no other thread can replay the graph, which would overwrite them.
-            logits = logits[: len(rows)].clone()
+            logits = logits[: len(active)].clone()
             output = CausalLMOutputWithPast()
-    if len(rows) < num_rows:
+    real = np.zeros((num_rows, 1), dtype=bool)
+    real[active] = True
+    rows.add_columns(real)
+    if len(active) < num_rows:
         computed, logits = logits, logits.new_zeros(num_rows, logits.shape[-1])
-        logits[rows] = computed
+        logits[active] = computed
     output.logits = logits[:, None]
     return output
+
+
+def _prepare(model: torch.nn.Module, rows: PagedCache, inputs: dict[str, Any]) -> None:
+    """Find out, once for the rows, what their forwards need to know of the model."""
+    if not rows.configs:
+        rows.configs = attention_configs(model)
+        graphs = rows.prefix_cache.graphs
+        rows.graphs = graphs if graphs is not None and can_capture(model, inputs) else None
 
 
 def _run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
 from radixkv.integration.fused import fuse_attention, unfuse_attention
 from radixkv.integration.handle import CacheOptions, ModelCache
-from radixkv.integration.hf_cache import GenerationCache, cache_argument
-from radixkv.integration.packing import packed_forward
+from radixkv.integration.packing import generation_forward, own_forward
+from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.integration.subclass import BASE_CLASS, make_subclass
+from radixkv.integration.versions import cache_argument, mask_width
+from radixkv.sequence import CallOptions
 from radixkv.tree import Lease
 
 logger = logging.getLogger("radixkv")
@@ -28,13 +31,21 @@ logger = logging.getLogger("radixkv")
 
 @dataclass
 class _Call:
-    """One generate() of a patched model, from the wrapper to the forwards inside it."""
+    """One generate() of a patched model, from the wrapper to the forwards inside it.
+
+    Attributes:
+        lease, options, positions: what the caller asked for; options is None where that was nothing.
+        cache: what the model's own generate() was shown, None on the model's own path. decided: whether that was decided.
+        stores: whether what was computed is stored in the end.
+    """
 
     model: Any
     lease: Lease | None
-    positions_given: bool
+    options: CallOptions | None
+    positions: torch.Tensor | None
     cache: GenerationCache | None = None
     decided: bool = False
+    stores: bool = True
 
 
 # The call of this thread; generate() may run inside generate() (an assistant, a processor that generates).
@@ -75,25 +86,26 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
     argument = cache_argument(base)
 
     @functools.wraps(base.generate)
-    def generate(self, *args, prefix_cache=None, **kwargs):
-        return _generate(self, base, prefix_cache, args, kwargs)
+    def generate(self, *args, prefix_cache=None, namespace=None, reuse=True, store=True, **kwargs):
+        options = _call_options(prefix_cache, namespace, reuse, store)
+        return _generate(self, base, _Call(self, prefix_cache, options, kwargs.get("position_ids")), args, kwargs)
 
     @functools.wraps(base.__call__)
     def call(self, *args, **kwargs):
-        cache = kwargs.get(argument)
-        if isinstance(cache, GenerationCache):
+        cache = _given_cache(kwargs, argument)
+        if isinstance(cache, (GenerationCache, PagedCache)):
             # Hooks on the model belong around the padded call. An instance's own forward (accelerate's hooks) hides the class's below.
             if "forward" in self.__dict__:
-                return _forward(self, functools.partial(base.__call__, self), cache, argument, args, kwargs)
+                return _forward(self, base, functools.partial(base.__call__, self), cache, argument, args, kwargs)
         elif _current_call.get() is None:
             self.radixkv.count_stock_call()
         return base.__call__(self, *args, **kwargs)
 
     @functools.wraps(base.forward)
     def forward(self, *args, **kwargs):
-        cache = kwargs.get(argument)
-        if isinstance(cache, GenerationCache):
-            return _forward(self, functools.partial(base.forward, self), cache, argument, args, kwargs)
+        cache = _given_cache(kwargs, argument)
+        if isinstance(cache, (GenerationCache, PagedCache)):
+            return _forward(self, base, functools.partial(base.forward, self), cache, argument, args, kwargs)
         return base.forward(self, *args, **kwargs)
 
     def prepare_cache(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
@@ -133,28 +145,45 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
     return make_subclass(base, members)
 
 
-def _generate(model: Any, base: type, lease: Lease | None, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _call_options(lease: Lease | None, namespace: tuple | None, reuse: bool, store: bool) -> CallOptions | None:
+    """What the keywords of generate() ask for; None where they are all left alone."""
+    for name, value in (("reuse", reuse), ("store", store)):
+        if not isinstance(value, bool):
+            raise ValueError(f"generate: {name} must be True or False, got {value!r}")
+    if namespace is not None:
+        require_namespace("generate", namespace)
+    if lease is not None and not (reuse and store):
+        raise ValueError("generate: prefix_cache= reuses the prefix that it names and stores by insert(): leave out reuse= and store=")
+    if namespace is None and reuse and store:
+        return None
+    return CallOptions(namespace or (), reuse, store)
+
+
+def _generate(model: Any, base: type, call: _Call, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The model's own generate(), with what it computes stored on every way out."""
     handle: ModelCache = model.radixkv
     handle.follow(model)
-    if lease is not None:
-        handle.require_usable(lease)
-    if kwargs.get("custom_generate") is not None:
-        raise NotImplementedError("radixkv does not support custom_generate yet: unpatch the model for this call")
-    call = _Call(model, lease, positions_given=kwargs.get("position_ids") is not None)
+    if call.lease is not None:
+        handle.require_usable(call.lease, None if call.options is None else call.options.namespace)
     token = _current_call.set(call)
     output = None
     try:
         output = base.generate(model, *args, **kwargs)  # type: ignore[attr-defined]
     finally:
         _current_call.reset(token)
-        batch = None if call.cache is None else call.cache.batch
-        if batch is not None and lease is None:
-            handle.store(batch)
-        elif batch is not None and not isinstance(output, ModelOutput):
-            handle.discard(batch)  # chosen by hand, and nothing was returned that could be inserted
-    if not call.decided:
+        rows = None if call.cache is None else call.cache.rows
+        if rows is not None and call.stores:
+            rows.store()
+        elif rows is not None and call.lease is not None and not isinstance(output, ModelOutput):
+            rows.close()  # chosen by hand, and nothing was returned that could be inserted
+        elif rows is not None and not rows.options.store:
+            rows.close()
+    if not call.decided and kwargs.get("custom_generate") is None:
         raise RuntimeError("radixkv: this release of transformers prepares its caches in a way that radixkv does not know")
+    if isinstance(output, ModelOutput):
+        for name, value in output.items():
+            if isinstance(value, GenerationCache):
+                output[name] = value.rows
     return output
 
 
@@ -166,41 +195,62 @@ def _cache_for(
     if call is None or call.model is not model:
         raise RuntimeError("radixkv: generate() of a patched model was entered without its wrapper: call model.generate()")
     call.decided = True
-    reason = _stock_reason(call, model, config, model_kwargs, argument)
+    given = model_kwargs.get(argument)
+    reason = _stock_reason(call, model, config, model_kwargs, given, mode)
     if reason is not None:
-        if call.lease is not None:
-            raise ValueError(f"prefix_cache cannot be used in this call: {reason}")
+        asked = "prefix_cache" if call.lease is not None else "a PagedCache" if isinstance(given, PagedCache) else None
+        if asked is not None:
+            raise ValueError(f"{asked} cannot be used in this call: {reason}")
         logger.info("generate() takes the model's own path: %s", reason)
         model.radixkv.count_stock_call()
         return None
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or config.is_assistant:
-        what = "being an assistant model" if config.is_assistant else mode.value.replace("_", " ")
-        raise NotImplementedError(
-            f"radixkv does not support {what} yet: use greedy search or sampling, pass use_cache=False, or unpatch the model"
-        )
-    if config.prefill_chunk_size is not None:
-        raise NotImplementedError("radixkv does not support prefill_chunk_size yet: leave it out, or unpatch the model")
+    rows = PagedCache(model.radixkv, call.options or CallOptions()) if given is None else _usable_rows(call, model, given)
+    resumes = rows.batch is not None
+    # The rounds of an assistant go on with what the one before left, most of which is rejected: its prompt is all that is worth storing.
+    call.stores = call.lease is None and (call.options or rows.options).store and not (config.is_assistant and resumes)
+    checked = mode == GenerationMode.ASSISTED_GENERATION
     call.cache = GenerationCache(
-        model.radixkv,
-        model.radixkv.shape.num_layers,
-        # With scores or logits returned, those of finished rows are part of the result.
-        skips_finished=not (config.output_scores or config.output_logits),
+        rows,
+        # With scores or logits returned, those of finished rows are part of the result. Beams end by rules of their own.
+        skips_finished=mode in _ROW_MODES and not (config.output_scores or config.output_logits),
+        is_draft_checked=checked,
+        mask_width=mask_width(model_kwargs.get("attention_mask"), config),
     )
     return call.cache
 
 
+_ROW_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_CACHED_MODES = (*_ROW_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
+
+
+def _usable_rows(call: _Call, model: Any, given: PagedCache) -> PagedCache:
+    """The cache that the caller passed in, if this call can go on with it."""
+    if given.prefix_cache is not model.radixkv:
+        raise ValueError("the PagedCache is of another model: it can only be passed to the model whose handle made it")
+    if call.lease is not None:
+        raise ValueError("prefix_cache= and a PagedCache cannot be used in one call: both say what is known of the prompt")
+    if call.options is not None and (call.options.namespace or given.options.namespace) != given.options.namespace:
+        raise ValueError(f"the PagedCache is of namespace {given.options.namespace}, this call asks for {call.options.namespace}")
+    return given
+
+
 def _stock_reason(
-    call: _Call, model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], argument: str
+    call: _Call, model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], given: Any, mode: GenerationMode
 ) -> str | None:
     """Why the model's own path must run, None when it need not."""
     mask = model_kwargs.get("attention_mask")
+    implementation = config.cache_implementation
     reasons = {
         "use_cache=False": not config.use_cache,
-        "a cache was given": model_kwargs.get(argument) is not None,
-        "cache_implementation is set": config.cache_implementation is not None,
+        "a cache was given": given is not None and not isinstance(given, PagedCache),
+        # Assisted decoding asks for the kind that radixkv is in any case.
+        "cache_implementation is set": implementation is not None and not (config.is_assistant and implementation == "dynamic_full"),
         "inputs_embeds were given": model_kwargs.get("inputs_embeds") is not None,
-        "position_ids were given": call.positions_given,
+        "position_ids were given that do not count tokens from 0": not _counts_tokens(call.positions, mask),
         "attentions or hidden states are asked for": bool(config.output_attentions or config.output_hidden_states),
+        f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in _CACHED_MODES,
+        "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
+        "prefix_cache together with prefill_chunk_size": call.lease is not None and config.prefill_chunk_size is not None,
         "the model is in training mode": model.training,
         "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
     }
@@ -216,13 +266,43 @@ def _stock_reason(
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _forward(model: Any, own_call: Any, cache: GenerationCache, argument: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _counts_tokens(positions: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
+    """Whether positions [rows, columns] are those that tokens have by their order. An assistant's generate() is given them."""
+    if positions is None:
+        return True
+    if mask is None:
+        return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
+    if positions.ndim != 2 or positions.shape[1] > mask.shape[1]:
+        return False
+    expected = (mask != 0).cumsum(1)[:, -positions.shape[1] :] - 1
+    return bool(((positions == expected) | (mask[:, -positions.shape[1] :] == 0)).all())
+
+
+def _given_cache(kwargs: dict[str, Any], argument: str) -> Any:
+    """The cache among a call's arguments; a `PagedCache` under the older name counts, wherever it can be told from others'."""
+    cache = kwargs.get(argument)
+    if cache is None and isinstance(kwargs.get("past_key_values"), PagedCache):
+        kwargs[argument] = cache = kwargs.pop("past_key_values")
+    return cache
+
+
+def _forward(
+    model: Any, base: Any, own_call: Any, cache: GenerationCache | PagedCache, argument: str, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    inputs = dict(kwargs)
+    if isinstance(cache, PagedCache):
+        if cache.prefix_cache is not model.radixkv:
+            raise ValueError("the PagedCache is of another model: it can only be passed to the model whose handle made it")
+        inputs |= inspect.signature(base.forward).bind_partial(model, *args).arguments
+        inputs.pop("self", None)
+        model.radixkv.follow(model)
+        return own_forward(model, own_call, cache, argument, inputs)
     call = _current_call.get()
     if call is None or call.cache is not cache:
         return cache.update()  # raises: a cache outside its call
     if args:
         raise NotImplementedError("radixkv: generate() passed positional arguments to the model, which is not supported")
-    return packed_forward(model, own_call, cache, argument, call.lease, dict(kwargs))
+    return generation_forward(model, own_call, cache, argument, call.lease, inputs)
 
 
 class _WatchedCriteria(StoppingCriteriaList):

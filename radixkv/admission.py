@@ -31,10 +31,11 @@ def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Le
         OutOfBlocks: the pool cannot hold the rows.
     """
     sequences = batch.sequences
-    limits = [sequence.num_tokens - max(1, kept) for sequence, kept in zip(sequences, num_logits, strict=True)]
+    limits = [max(0, sequence.num_tokens - max(1, kept)) for sequence, kept in zip(sequences, num_logits, strict=True)]
     for row, sequence in enumerate(sequences):
         if lease is None:
-            sequence.lease = _search(cache, bytes(sequence.key), limits[row], batch.namespace, whole_blocks)
+            limit = limits[row] if batch.options.reuse else 0
+            sequence.lease = _search(cache, bytes(sequence.key), limit, batch.namespace, whole_blocks)
         elif sequence.key.startswith(lease.tokens):
             sequence.lease = lease.clone()
         else:
@@ -42,7 +43,7 @@ def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Le
         _take_leased(sequence, limits[row], cache.pool.block_size)
     # In sorted order the best batch-mate of a row is the one before it.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].key)
-    for mate, row in pairwise(order):
+    for mate, row in pairwise(order) if batch.options.reuse else ():
         _share(sequences, row, mate, limits[row], cache.pool.block_size)
     _give_blocks(cache, [sequences[row] for row in order])
 

@@ -23,7 +23,8 @@ from radixkv.node import Node
 from radixkv.observe import Observed
 from radixkv.pin import Pin, Pins
 from radixkv.pool import BlockPool
-from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
+from radixkv.rows import append_tokens, fork_row, let_go, make_writable, truncate_row
+from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
 from radixkv.stats import CacheStats, Counters
 from radixkv.step import Step
 from radixkv.step_maker import StepMaker
@@ -309,27 +310,37 @@ class PrefixCache(Observed):
         with self.lock:
             self._counters.stock_calls += 1
 
-    def require_usable(self, lease: Lease) -> None:
-        """Raise ValueError unless `lease` is a live lease of this cache in its present namespace."""
+    def require_usable(self, lease: Lease, namespace: tuple | None = None) -> None:
+        """Raise ValueError unless `lease` is a live lease of this cache, with its present weights and in that namespace."""
         if not isinstance(lease, Lease):
             raise ValueError(f"prefix_cache must be a Lease from model.radixkv.match_prefix(), got {type(lease).__name__}")
         if lease.tree is not self.tree:
             raise ValueError("prefix_cache is a lease of another model's cache: call match_prefix() on this model's own handle")
         if lease.released:
             raise ValueError("prefix_cache was already released: call match_prefix() again, or keep the lease open in a `with` block")
-        if lease.namespace != self.full_namespace():
+        expected = self.full_namespace(namespace or ())
+        if lease.namespace != expected:
             raise ValueError(
-                f"prefix_cache is of namespace {lease.namespace}, this call is in {self.full_namespace()}: "
+                f"prefix_cache is of namespace {lease.namespace}, this call is in {expected}: "
                 "match the prefix in the namespace and with the weights that generate() uses"
             )
 
-    def admit(self, keys: Seq[bytes], num_logits: Seq[int], lease: Lease | None = None, *, counted: bool = True) -> Batch:
+    def admit(
+        self,
+        keys: Seq[bytes],
+        num_logits: Seq[int],
+        lease: Lease | None = None,
+        *,
+        options: CallOptions = CallOptions(),  # noqa: B008 - frozen
+        counted: bool = True,
+    ) -> Batch:
         """Find what is known of each prompt, in the tree and in the other rows, and give every row its blocks.
 
         Args:
             keys: N prompts, int32 little-endian, none empty.
             num_logits: per prompt, how many of its last tokens must be computed because their logits are asked for (at least 1 always is).
             lease: use exactly this prefix for every row, in place of a search.
+            options: of the call; the namespace is the lease's where there is one.
             counted: whether the rows count as requests.
 
         Returns:
@@ -339,17 +350,17 @@ class PrefixCache(Observed):
             ValueError: a row does not begin with the lease's tokens.
             OutOfBlocks: the pool cannot hold the rows.
         """
-        batch = Batch([Sequence(bytearray(key)) for key in keys], (), counted=counted)
+        batch = Batch([Sequence(bytearray(key)) for key in keys], (), options, counted)
         try:
             with self.lock:
                 self._collect()
-                batch.namespace = self.full_namespace() if lease is None else lease.namespace
+                batch.namespace = self.full_namespace(options.namespace) if lease is None else lease.namespace
                 self._live.add(batch)
                 try:
                     admit_rows(self, batch, num_logits, lease, whole_blocks=False)
                 except OutOfBlocks:
                     # A partly matched block is held while the row writes its own copy. In a pool this tight its tokens are computed again.
-                    self._let_go(batch)
+                    let_go(self, batch.sequences)
                     batch.sequences = [Sequence(bytearray(key)) for key in keys]
                     admit_rows(self, batch, num_logits, lease, whole_blocks=True)
                 if lease is not None:
@@ -395,18 +406,100 @@ class PrefixCache(Observed):
             self._collect()
             _require_open(batch)
             sequences = [batch.sequences[row] for row in rows]
-            full = [sequence for sequence in sequences if sequence.num_tokens == len(sequence.blocks) * self.pool.block_size]
-            for sequence, block in zip(full, self.allocate(len(full)), strict=True):
-                sequence.blocks.append(block)
-            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
-                sequence.key += key.tobytes()
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            self._count_computed(batch, len(sequences))
-            with self._steps.decode(sequences, batch.carried, num_rows) as step:
-                yield step
+            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
+                sequence.key += key.tobytes()
+            try:
+                self._make_room(batch, sequences)
+                self._count_computed(batch, len(sequences))
+                with self._steps.decode(sequences, batch.carried, num_rows) as step:
+                    yield step
+            except BaseException:
+                for sequence in sequences:
+                    truncate_row(self, sequence, sequence.num_stored)
+                raise
             for sequence in sequences:
                 sequence.num_stored = sequence.num_tokens
+
+    @contextmanager
+    def extend_step(
+        self, batch: Batch, rows: Seq[int], keys: Seq[bytes], num_logits: Seq[int], *, is_prompt: bool
+    ) -> Iterator[Step]:
+        """Append several tokens to each of `rows` and compute those that are not cached. Leaving the block normally commits them as stored.
+
+        Args:
+            batch: admitted, its prompt step done. rows: which of its rows, each once. keys: the tokens of each, at least one.
+            num_logits: per row, how many of its last tokens must be computed because their logits are asked for (at least 1 always is).
+            is_prompt: whether the statistics count them as tokens of prompts.
+
+        Raises:
+            OutOfBlocks: as for `decode_step`.
+        """
+        with self.lock:
+            self._collect()
+            _require_open(batch)
+            sequences = [batch.sequences[row] for row in rows]
+            before = [sequence.num_tokens for sequence in sequences]
+            batch.step_rows, batch.carried = (), {}
+            try:
+                num_found = append_tokens(self, batch, sequences, keys, num_logits)
+                num_computed = sum(sequence.num_tokens - sequence.num_stored for sequence in sequences)
+                self._count_computed(batch, num_computed)
+                if is_prompt and batch.counted:
+                    self._counters.prompt_tokens += num_found + num_computed
+                    self._counters.cached_tokens += num_found
+                with self._steps.prompt(sequences, {}) as step:
+                    yield step
+            except BaseException:
+                for sequence, num_tokens in zip(sequences, before, strict=True):
+                    truncate_row(self, sequence, num_tokens)
+                raise
+            for sequence in sequences:
+                sequence.num_stored = sequence.num_tokens
+
+    def truncate(self, batch: Batch, num_tokens: Seq[int]) -> None:
+        """Take what lies past so many tokens off each row of a batch that is open; a row that is shorter stays as it is."""
+        with self.lock:
+            _require_open(batch)
+            batch.may_share, batch.step_rows, batch.carried = True, (), {}
+            for sequence, length in zip(batch.sequences, num_tokens, strict=True):
+                truncate_row(self, sequence, length)
+
+    def rearrange(self, batch: Batch, order: Seq[int]) -> None:
+        """Let row i of an open batch become what row order[i] was. Rows that are named several times share their blocks from then on."""
+        with self.lock:
+            _require_open(batch)
+            old = batch.sequences
+            if list(order) == list(range(len(old))):
+                return
+            rows: dict[int, Sequence] = {}
+            new: list[Sequence] = []
+            try:
+                for row in order:
+                    new.append(fork_row(self, old[row]) if row in rows else rows.setdefault(row, old[row]))
+            except BaseException:
+                let_go(self, [sequence for sequence in new if all(sequence is not other for other in old)])
+                raise
+            batch.sequences, batch.may_share = new, True
+            batch.step_rows, batch.carried = (), {}
+            let_go(self, [sequence for row, sequence in enumerate(old) if row not in rows])
+
+    def fork(self, batch: Batch) -> Batch:
+        """A second batch with the rows of an open one, in the same blocks; both go their own ways from here."""
+        with self.lock:
+            self._collect()
+            _require_open(batch)
+            forked = Batch([], batch.namespace, batch.options, batch.counted)
+            self._live.add(forked)
+            try:
+                for sequence in batch.sequences:
+                    forked.sequences.append(fork_row(self, sequence))
+            except BaseException:
+                self._discard(forked)
+                raise
+            batch.may_share = forked.may_share = True
+            return forked
 
     def store(self, batch: Batch, priority: int | None = None) -> None:
         """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
@@ -418,7 +511,7 @@ class PrefixCache(Observed):
         with self.lock:
             if batch.closed:
                 return
-            if batch.namespace[0] != self.full_namespace()[0]:  # computed with weights that have changed since
+            if not batch.options.store or self.is_stale(batch):
                 self._discard(batch)
                 return
             if priority is None and batch.lent is not None:
@@ -426,6 +519,10 @@ class PrefixCache(Observed):
             for sequence in batch.sequences:
                 self._insert(sequence, batch.namespace, priority)
             self._discard(batch)
+
+    def is_stale(self, batch: Batch) -> bool:
+        """Whether a batch was computed with weights that have changed since."""
+        return batch.namespace[0] != self.full_namespace()[0]
 
     def discard(self, batch: Batch) -> None:
         """Let go of everything the batch's rows hold, storing nothing. A closed batch is left alone."""
@@ -553,18 +650,18 @@ class PrefixCache(Observed):
             return
         batch.closed, batch.carried = True, {}
         self._live.discard(batch)
-        self._let_go(batch)
+        let_go(self, batch.sequences)
         if batch.lent is not None:
             batch.lent.give_back()
 
-    def _let_go(self, batch: Batch) -> None:
-        for sequence in batch.sequences:
-            # Out of the row first: whatever interrupts this, nothing is released twice.
-            own, lease = sequence.blocks[sequence.num_leased :], sequence.lease
-            sequence.blocks, sequence.lease = [], None
-            self.pool.release(own)
-            if lease is not None:
-                lease.release()
+    def _make_room(self, batch: Batch, sequences: list[Sequence]) -> None:
+        """Give rows that are one token longer the block for it, if it takes one."""
+        if batch.may_share:
+            make_writable(self, sequences)
+            return
+        full = [sequence for sequence in sequences if sequence.num_stored == len(sequence.blocks) * self.pool.block_size]
+        for sequence, block in zip(full, self.allocate(len(full)), strict=True):
+            sequence.blocks.append(block)
 
     def _count_requests(self, batch: Batch) -> None:
         counters, listener = self._counters, self.tree.history.listener

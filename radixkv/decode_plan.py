@@ -67,6 +67,7 @@ class DecodePlan:
         self._table = np.full((num_rows, max_blocks), -1, dtype=np.int32)
         self._lens = np.zeros(num_rows, dtype=np.int32)
         self._sequences: list[Sequence] = []
+        self._jumps: list[int] = []
         self._ready = False
         self._stale = False
         self._outputs: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -77,12 +78,13 @@ class DecodePlan:
 
         Until `commit` the plan counts as lost: a step that fails makes the next one start from the rows.
         """
-        if self._ready and self._sequences == list(sequences):
+        jumps = [sequence.jumps for sequence in sequences]
+        if self._ready and self._sequences == list(sequences) and self._jumps == jumps:
             self._append_blocks()
             self._lens[: len(sequences)] += 1
         else:
             self._load(sequences)
-        self._ready = False
+        self._ready, self._jumps = False, jumps
         for window, work in self.works.items():
             if self._stale or bool((self._lens >= np.array(work.rebuild_at)).any()):
                 self.works[window] = work.refill(self._build(window))

@@ -29,6 +29,7 @@ class Sequence:
         key: all known tokens, int32 little-endian. num_stored: tokens whose K/V are written in the row's blocks.
         cached_len: leading tokens found in the tree. hit_len: leading tokens that the row need not compute: those, and what earlier rows of
             the batch compute. shared_runs: who computes the tokens in between.
+        jumps: how often the row changed in another way than by a token at its end; what follows it from step to step must start over.
     """
 
     key: bytearray
@@ -40,10 +41,27 @@ class Sequence:
     cached_len: int = 0
     hit_len: int = 0
     shared_runs: list[SharedRun] = field(default_factory=list)
+    jumps: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.key) // TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class CallOptions:
+    """What a caller of generate() asked of the cache.
+
+    Attributes:
+        namespace: what to add to the cache's own.
+        reuse: whether tokens may be taken from the cache or from rows beside; if not, every row computes all of its own.
+        store: whether the rows are stored in the end; if not, nothing tells later that they were there: what they used does not count as
+            used.
+    """
+
+    namespace: tuple = ()
+    reuse: bool = True
+    store: bool = True
 
 
 @dataclass(eq=False)
@@ -51,15 +69,18 @@ class Batch:
     """The rows of one generate() call, from admission until they are stored or discarded.
 
     Attributes:
-        namespace: the full one in which the rows were matched. counted: whether the statistics see the rows. lent: the caller's lease, when
-            the prefix was chosen by hand. closed: stored or discarded; nothing is held any more.
+        namespace: the full one in which the rows were matched. options: of the call. counted: whether the statistics see the rows.
+        lent: the caller's lease, when the prefix was chosen by hand. closed: stored or discarded; nothing is held any more, but for the
+            rows' tokens. may_share: whether the last block of a row may be another's too.
         step_rows: the rows of the last step. carried: what the backend keeps from one step of those rows to the next.
     """
 
     sequences: list[Sequence]
     namespace: tuple
+    options: CallOptions = CallOptions()
     counted: bool = True
     lent: Lease | None = None
     closed: bool = False
+    may_share: bool = False
     step_rows: tuple[int, ...] = ()
     carried: dict = field(default_factory=dict)

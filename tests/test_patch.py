@@ -121,27 +121,6 @@ def test_a_misspelt_keyword_raises_as_unpatched(reference, patched):
     patched.radixkv.check()
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"num_beams": 2},
-        {"prompt_lookup_num_tokens": 3},
-        {"prefill_chunk_size": 8},
-        {"assistant_model": "a draft model"},
-        {"custom_generate": lambda **_: None},
-    ],
-    ids=lambda call: next(iter(call)),
-)
-def test_what_is_not_supported_yet_says_so(patched, call):
-    ids = prompt(20, 5)[None]
-    if "assistant_model" in call:
-        call = {"assistant_model": tiny_qwen2(num_layers=1)}
-    with pytest.raises(NotImplementedError, match="radixkv does not support"):
-        patched.generate(ids, **call, **GREEDY)
-    patched.radixkv.check()
-    assert patched.radixkv.stats().blocks_leased == 0
-
-
 def test_a_patched_model_as_an_assistant(reference, patched):
     """transformers gives an assistant a cache of its own, so the assistant takes its own path."""
     ids = prompt(20, 6)[None]

@@ -1,0 +1,139 @@
+"""What happens to rows of a batch between their prompt and their end, besides growing by a token: more tokens, a cut, a copy.
+
+Nothing here copies K/V but the one block that a row is about to write to while others read it (copy on write). The caller holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
+
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+
+
+def append_tokens(cache: PrefixCache, batch: Batch, sequences: Seq[Sequence], keys: Seq[bytes], num_logits: Seq[int]) -> int:
+    """Make rows ready for a step that computes some tokens more, at their ends; what of those is cached they need not compute.
+
+    Args:
+        cache: where to look and to take blocks from. batch: whose rows they are.
+        sequences: rows whose tokens are all stored. keys: the tokens of each, at least one, int32 little-endian.
+        num_logits: per row, how many of its last tokens must be computed for their logits; at least 1 always is.
+
+    Returns:
+        How many of the tokens need not be computed.
+
+    Raises:
+        OutOfBlocks: the pool cannot hold them; the rows have the tokens all the same, `truncate_row` takes them off.
+    """
+    num_found = 0
+    for sequence, key, kept in zip(sequences, keys, num_logits, strict=True):
+        sequence.key += key
+        sequence.jumps += 1
+        sequence.shared_runs = []
+        limit = sequence.num_tokens - max(1, kept)
+        if limit > sequence.num_stored and batch.options.reuse:
+            num_found += _reach_further(cache, batch, sequence, limit)
+        sequence.hit_len = sequence.num_stored
+    make_writable(cache, sequences)
+    return num_found
+
+
+def make_writable(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
+    """Give each row blocks for the tokens that are not stored yet, none of which anybody else reads.
+
+    Raises:
+        OutOfBlocks: the pool cannot hold them; nothing is changed.
+    """
+    block_size, pool = cache.pool.block_size, cache.pool
+    taken: Counter[int] = Counter()
+    copied, num_new = [], []
+    for sequence in sequences:
+        index, num_live = divmod(sequence.num_stored, block_size)
+        copies = False
+        if num_live:
+            block = sequence.blocks[index]
+            # Of several rows that leave a block, the last one keeps it.
+            copies = index < sequence.num_leased or pool.reference_count(block) - taken[block] > 1
+            if copies and index >= sequence.num_leased:
+                taken[block] += 1
+        copied.append(copies)
+        num_new.append(max(0, -(-sequence.num_tokens // block_size) - len(sequence.blocks)))
+    fresh = iter(cache.allocate(sum(copied) + sum(num_new)))
+    copies_to_do: list[tuple[int, int, int]] = []
+    left: list[int] = []
+    for sequence, copies, num_blocks in zip(sequences, copied, num_new, strict=True):
+        if copies:
+            index, num_live = divmod(sequence.num_stored, block_size)
+            block, private = sequence.blocks[index], next(fresh)
+            copies_to_do.append((block, private, num_live))
+            sequence.blocks[index] = private
+            sequence.jumps += 1
+            if index < sequence.num_leased:
+                sequence.num_leased = index
+            else:
+                left.append(block)
+        sequence.blocks += [next(fresh) for _ in range(num_blocks)]
+    if copies_to_do:
+        src, dst, counts = (torch.tensor(column).to(pool.device) for column in zip(*copies_to_do, strict=True))
+        cache.backend.copy_blocks(pool.pools, src, dst, counts.to(torch.int32))
+    pool.release(left)
+
+
+def truncate_row(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
+    """Take the tokens from `num_tokens` on off a row."""
+    if num_tokens >= sequence.num_tokens:
+        return
+    num_blocks = -(-num_tokens // cache.pool.block_size)
+    surplus = sequence.blocks[max(num_blocks, sequence.num_leased) :]
+    del sequence.blocks[num_blocks:]
+    del sequence.key[num_tokens * TOKEN_BYTES :]
+    sequence.num_leased = min(sequence.num_leased, num_blocks)
+    sequence.first_private = min(sequence.first_private, num_blocks)
+    sequence.num_stored = min(sequence.num_stored, num_tokens)
+    sequence.hit_len = min(sequence.hit_len, num_tokens)
+    sequence.cached_len = min(sequence.cached_len, num_tokens)
+    sequence.shared_runs = []
+    sequence.jumps += 1
+    cache.pool.release(surplus)
+
+
+def fork_row(cache: PrefixCache, sequence: Sequence) -> Sequence:
+    """A second row with the same tokens, in the same blocks."""
+    lease = None if sequence.lease is None else sequence.lease.clone()
+    cache.pool.retain(sequence.blocks[sequence.num_leased :])
+    return replace(sequence, key=bytearray(sequence.key), lease=lease, blocks=list(sequence.blocks), shared_runs=[])
+
+
+def let_go(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
+    """Give back everything that rows hold; their tokens stay."""
+    for sequence in sequences:
+        # Out of the row first: whatever interrupts this, nothing is released twice.
+        own, lease = sequence.blocks[sequence.num_leased :], sequence.lease
+        sequence.blocks, sequence.lease, sequence.num_leased = [], None, 0
+        cache.pool.release(own)
+        if lease is not None:
+            lease.release()
+
+
+def _reach_further(cache: PrefixCache, batch: Batch, sequence: Sequence, limit: int) -> int:
+    """Take a longer cached prefix than the row has stored, if there is one; returns by how much."""
+    key = bytes(sequence.key)
+    if cache.tier is not None:
+        cache.tier.restore(cache, key, batch.namespace, limit)
+    match = cache.tree.match_prefix(key, batch.namespace, limit)
+    gained = match.length - sequence.num_stored
+    if gained <= 0:
+        return 0
+    lease = cache.tree.lock(match)
+    let_go(cache, [sequence])
+    sequence.lease, sequence.blocks = lease, lease.blocks
+    sequence.num_leased = sequence.first_private = len(sequence.blocks)
+    sequence.num_stored = sequence.cached_len = lease.length
+    return gained
