@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache, require_namespace
 from radixkv.eviction import policy_maker
+from radixkv.integration.branch import Branch
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.fingerprint import digest_tokenizer, digest_weights, model_facts
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
@@ -145,6 +146,27 @@ class ModelCache(PrefixCache):
             raise ValueError(f"new_cache: reuse must be True or False, got {reuse!r}")
         return PagedCache(self, CallOptions(namespace, reuse))
 
+    def branch(self, token_ids: Any, namespace: tuple = ()) -> Branch:
+        """Continue one prefix in several ways, best-of-n or tree search, without copying its K/V.
+
+            with model.radixkv.branch(prompt_ids) as branch:
+                for cache in branch.fork(4):
+                    model.generate(prompt_ids, past_key_values=cache, do_sample=True, max_new_tokens=50)
+
+        Args:
+            token_ids: [n] or [1, n] token ids, at least one; those that are not cached are computed.
+            namespace: what to add to this cache's namespace.
+
+        Returns:
+            The branch, to be used in a `with` block.
+
+        Raises:
+            ValueError: token_ids is not a flat run of token ids, or namespace not a tuple. OutOfBlocks: no room.
+            RuntimeError: the model is gone.
+        """
+        require_namespace("branch", namespace)
+        return Branch(self, self._living_model("branch"), token_ids, namespace)
+
     def save(
         self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
     ) -> SaveReport:
@@ -176,11 +198,15 @@ class ModelCache(PrefixCache):
 
         return load_cache(self, path, partial(self._facts, tokenizer, fingerprint))
 
-    def _facts(self, tokenizer: Any, given: Mapping[str, object] | None) -> dict[str, object]:
-        """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
+    def _living_model(self, action: str) -> PreTrainedModel:
         model = None if self._model is None else self._model()
         if model is None:
-            raise RuntimeError("the model of this cache is gone, so nobody knows what its prefixes belong to: save and load while it lives")
+            raise RuntimeError(f"{action}: the model of this cache is gone, and what its prefixes belong to is not known without it")
+        return model
+
+    def _facts(self, tokenizer: Any, given: Mapping[str, object] | None) -> dict[str, object]:
+        """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
+        model = self._living_model("save and load")
         self.follow(model)
         version = (self._weights_version, self.shape.dtype, self.shape.device)
         if self._digest is None or self._digest[0] != version:

@@ -68,7 +68,8 @@ def generation_forward(
     input_ids, mask, keep = _take_inputs(inputs, argument)
     inputs.pop("position_ids", None)
     rows = cache.rows
-    if cache.begun and _is_decode(rows, input_ids):
+    in_prompt = cache.mask_width is not None and rows.num_columns + input_ids.shape[1] <= cache.mask_width
+    if cache.begun and not in_prompt and _is_decode(rows, input_ids):
         active = list(range(rows.num_rows))
         if cache.finished is not None and bool(cache.finished.any()):
             active = (~cache.finished).nonzero()[:, 0].tolist()

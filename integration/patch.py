@@ -165,6 +165,10 @@ def _generate(model: Any, base: type, call: _Call, args: tuple, kwargs: dict[str
     handle.follow(model)
     if call.lease is not None:
         handle.require_usable(call.lease, None if call.options is None else call.options.namespace)
+    if kwargs.get("custom_generate") is not None:
+        if call.lease is not None:
+            raise ValueError("prefix_cache cannot be used in this call: custom_generate uses the model in a way of its own")
+        handle.count_stock_call()
     token = _current_call.set(call)
     output = None
     try:
@@ -250,6 +254,7 @@ def _stock_reason(
         "attentions or hidden states are asked for": bool(config.output_attentions or config.output_hidden_states),
         f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in _CACHED_MODES,
         "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
+        "the model runs with fewer layers than it has": model.config.num_hidden_layers != model.radixkv.shape.num_layers,
         "prefix_cache together with prefill_chunk_size": call.lease is not None and config.prefill_chunk_size is not None,
         "the model is in training mode": model.training,
         "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
