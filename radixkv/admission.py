@@ -41,6 +41,10 @@ def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Le
         else:
             raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
         _take_leased(sequence, limits[row], cache.pool.block_size)
+    if cache.tier is not None and lease is None and batch.options.reuse and not whole_blocks:
+        # What one row brought back from host memory, a row before it may want too.
+        for row, sequence in enumerate(sequences):
+            _look_again(cache, batch, sequence, limits[row])
     # In sorted order the best batch-mate of a row is the one before it.
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].key)
     for mate, row in pairwise(order) if batch.options.reuse else ():
@@ -58,6 +62,14 @@ def _search(cache: PrefixCache, key: bytes, limit: int, namespace: tuple, whole_
     return cache.tree.lock(match)
 
 
+def _look_again(cache: PrefixCache, batch: Batch, sequence: Sequence, limit: int) -> None:
+    match = cache.tree.match_prefix(bytes(sequence.key), batch.namespace, limit)
+    if sequence.lease is not None and match.length > sequence.lease.length:
+        shorter, sequence.lease = sequence.lease, cache.tree.lock(match)
+        shorter.release()
+        _take_leased(sequence, limit, cache.pool.block_size)
+
+
 def _take_leased(sequence: Sequence, limit: int, block_size: int) -> None:
     assert sequence.lease is not None
     sequence.cached_len = sequence.hit_len = min(sequence.lease.length, limit)
@@ -69,9 +81,10 @@ def _share(sequences: list[Sequence], row: int, mate: int, limit: int, block_siz
     """Note which of a row's tokens, beyond the cached ones, its mate or the mate's own mates compute in this step."""
     sequence, other = sequences[row], sequences[mate]
     common = min(_common_tokens(sequence.key, other.key), limit)
-    if common <= sequence.hit_len:
+    # What the mate found in the tree and this row may not take (whole blocks only, below its limit) nobody computes in this step.
+    if common <= sequence.hit_len or other.cached_len > sequence.cached_len:
         return
-    # Whatever the mate found in the tree this row found too, as far as they agree: the runs begin where its own match ends.
+    # So the runs begin where this row's own match ends, or before.
     runs = [*other.shared_runs, SharedRun(other.hit_len, other.num_tokens, mate)]
     sequence.shared_runs = [
         SharedRun(max(run.start, sequence.cached_len), min(run.end, common), run.row)

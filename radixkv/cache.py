@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
@@ -563,19 +563,21 @@ class PrefixCache(Observed):
         """
         short = num_blocks - self.pool.num_free
         if short > 0:
-            if short > self.tree.num_evictable_blocks:
+            if short > self._num_freeable():
                 self._shrink_leases()
-            evictable = self.tree.num_evictable_blocks
+            evictable = self._num_freeable()
             if short > evictable:
                 free, block_size = self.pool.num_free, self.pool.block_size
                 raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
-            self._evict(short)
+            while short > 0:  # again, if a block went that a row holds too
+                self._evict(short)
+                short = num_blocks - self.pool.num_free
         return self.pool.allocate(num_blocks)
 
     @property
     def num_allocatable(self) -> int:
         """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
-        return self.pool.num_free + self.tree.num_evictable_blocks
+        return self.pool.num_free + self._num_freeable()
 
     # Inside, under the lock -----------------------------------------------------------------------------------------------------------
 
@@ -586,6 +588,14 @@ class PrefixCache(Observed):
         if self.tier is not None:
             self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
         return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
+
+    def _num_freeable(self) -> int:
+        """Blocks that evicting would free: not those that a forked row, which has been stored meanwhile, left to another one too."""
+        held = Counter(
+            block for batch in self._live if batch.may_share for row in batch.sequences for block in row.blocks[row.num_leased :]
+        )
+        num_shared = sum(self.pool.reference_count(block) > count for block, count in held.items())
+        return max(0, self.tree.num_evictable_blocks - num_shared)
 
     def _evict(self, num_blocks: int) -> None:
         victims: dict[Node, Victim] = {}
