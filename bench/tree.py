@@ -104,7 +104,7 @@ def test_a_chat_without_branches_is_one_edge(benchmark):
 def test_match_down_a_deep_chain(benchmark, num_chains):
     """128 nodes one below the other, each with a sibling: at most 0.35 us each beside a single edge of the same tokens.
 
-    That is for nodes that are in the processor's caches; those of 1,000 chains are 255,000 nodes, and each has to be fetched from memory.
+    The 255,000 nodes of 1,000 chains are in nobody's cache: each has to be fetched from memory.
     """
     rng = np.random.default_rng(2)
     keys = random_keys(rng, num_chains, DEPTH * BLOCK)
@@ -126,7 +126,7 @@ def test_match_down_a_deep_chain(benchmark, num_chains):
     assert all(chains.match_prefix(query).length == single.match_prefix(query).length == DEPTH * BLOCK - 1 for query in queries)
     us, single_us = time_cycles(benchmark, chains.match_prefix, queries, lambda: [single.match_prefix(key) for key in queries])
     benchmark.extra_info["us_per_node"] = round((us - single_us) / DEPTH, 3)
-    assert num_chains == 1000 or us - single_us <= 0.35 * DEPTH
+    assert us - single_us <= 0.35 * DEPTH
 
 
 @pytest.mark.parametrize("num_siblings", [10, 10_000, 100_000], ids=lambda n: f"{n} siblings")

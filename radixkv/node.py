@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from radixkv.eviction_queue import Eviction
 
 _BUCKET_SIZE = 512
+# Among more children than these a walk does not look for a trunk.
+_MAX_TRUNK_SIBLINGS = 3
 
 
 class SortedKeys:
@@ -105,6 +107,7 @@ class Node:
         parent: None for the root of a namespace and for a node that left the tree.
         children: by the bytes of their first block (shorter for a leaf that ends inside its first block).
         sorted_keys: the keys of `children` in order, once there are two.
+        trunk: of a few children the only one that has children; a walk tries it before it asks `children`. None for none.
         hits: admitted prompts whose reused prefix ended here or in what was below and is gone.
         locks: leases on this node plus children with locks; 0 means that it may be evicted.
         start: where the edge starts in the prefix, in bytes.
@@ -114,7 +117,9 @@ class Node:
         place: where the policy has it.
     """
 
-    __slots__ = ("edge", "blocks", "parent", "children", "sorted_keys", "hits", "locks", "start", "queue", "stamp", "worth", "place")
+    __slots__ = (
+        "edge", "blocks", "parent", "children", "sorted_keys", "trunk", "hits", "locks", "start", "queue", "stamp", "worth", "place"
+    )  # fmt: skip
 
     queue: Eviction
 
@@ -124,6 +129,7 @@ class Node:
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.sorted_keys: SortedKeys | None = None
+        self.trunk: Node | None = None
         self.hits = 0
         self.locks = 0
         self.stamp = 0
@@ -136,17 +142,34 @@ class Node:
 
     def add_child(self, key: bytes, child: Node) -> None:
         """Adds a child under a key that no child has."""
+        was_leaf = not self.children
         self.children[key] = child
         if self.sorted_keys is not None:
             self.sorted_keys.add(key)
         elif len(self.children) > 1:
             self.sorted_keys = SortedKeys(self.children)
+        self.find_trunk()
+        if was_leaf and self.parent is not None:
+            self.parent.find_trunk()
 
     def remove_child(self, key: bytes) -> None:
         """Removes the child under that key."""
         del self.children[key]
         if self.sorted_keys is not None:
             self.sorted_keys.remove(key)
+        self.find_trunk()
+
+    def find_trunk(self) -> None:
+        """Looks which child is the trunk. What is none any more, because it lost its children, may stay it: that costs time only."""
+        trunk = None
+        if len(self.children) <= 1 + _MAX_TRUNK_SIBLINGS:
+            for child in self.children.values():
+                if child.children:
+                    if trunk is not None:
+                        trunk = None
+                        break
+                    trunk = child
+        self.trunk = trunk
 
     def nearest_child(self, key: bytes) -> tuple[Node | None, int]:
         """A child whose first block shares the longest prefix with `key`, and how many bytes that is; None if none does."""
@@ -203,8 +226,18 @@ def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int,
     Returns:
         The last node that it enters, the byte of the key at which that node starts, and how many bytes of its edge match.
     """
-    node, start, position = root, 0, 0
-    while position < end and (children := node.children):
+    node, position = root, 0
+    while position < end:
+        # A lookup hashes a block, which takes longer than comparing it. Where the trunk is the wrong guess, a leaf is next: that is
+        # one comparison too many per walk.
+        trunk = node.trunk
+        if trunk is not None and key.startswith(edge := trunk.edge, position):
+            node = trunk
+            position += len(edge)
+            continue
+        children = node.children
+        if not children:
+            break
         block = key[position : position + block_bytes]
         child = children.get(block)
         if child is None:
@@ -214,8 +247,8 @@ def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int,
             break
         edge = child.edge
         # An edge of one block is the child's key, which the lookup has compared.
-        if (edge_bytes := len(edge)) > block_bytes and not key.startswith(edge, position):
+        if (edge_bytes := len(edge)) > block_bytes and (child is trunk or not key.startswith(edge, position)):
             return child, position, min(common_bytes(edge, key, position), end - position)
-        node, start = child, position
+        node = child
         position += edge_bytes
-    return node, start, min(position, end) - start
+    return node, node.start, min(position, end) - node.start
