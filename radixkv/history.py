@@ -99,17 +99,20 @@ class History:
             self.listener(Evicted(self._step, namespace_of(_root_key(leaf)), path_key(leaf), num_tokens, self._reason))
         if self._reason != "room":
             return
-        if num_kept or leaf in self._trimmed:
+        if num_kept or (self._trimmed and leaf in self._trimmed):
             self._note_trimmed(leaf, num_kept)
             return
-        parent, places = leaf.parent, self._places
+        parent, start, edge = leaf.parent, leaf.start, leaf.edge
         assert parent is not None
-        places.pop(leaf, None)
-        place = places.get(parent)
+        place = self._places.get(parent)
         if place is None or place[0] is not parent.edge:
             place = self._place(parent)
         # A plain tuple in the order of EvictedRun, which takes as long to make as all else here.
-        self._runs.append((self._step, place[2], leaf.start, leaf.start + len(leaf.edge), place[1], leaf.edge[:HEAD_BYTES]))
+        self._runs.append((self._step, place[2], start, start + len(edge), place[1], edge[:HEAD_BYTES]))
+
+    def lose_children(self, node: Node) -> None:
+        """A node has lost its last child."""
+        self._places.pop(node, None)
 
     def end(self, num_tokens: int, num_blocks: int) -> None:
         """What was begun is over, and so many tokens and blocks are gone."""
@@ -165,7 +168,6 @@ class History:
             if len(self._trimmed) > NUM_RUNS:
                 del self._trimmed[next(iter(self._trimmed))]
         else:
-            self._places.pop(leaf, None)
             assert leaf.parent is not None
             _, checksum, root_key = self._place(leaf.parent)
             self._runs.append(EvictedRun(self._step, root_key, start, end, checksum, head))

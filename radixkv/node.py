@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from radixkv.token_key import common_bytes, common_bytes_short
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from radixkv.eviction_queue import Eviction
 
 _BUCKET_SIZE = 512
+# Of all leaves: most nodes are leaves, and a dict of its own takes each longer to make and to drop.
+_NO_CHILDREN: Any = MappingProxyType({})
 # Among more children than these a walk does not look for a trunk.
 _MAX_TRUNK_SIBLINGS = 3
 
@@ -19,7 +22,8 @@ _MAX_TRUNK_SIBLINGS = 3
 class SortedKeys:
     """Byte strings in order, in buckets, so that adding to a hundred thousand moves no more than a bucket.
 
-    A removed key stays in its bucket at first: finding it there would mean to read keys all over the memory, at every eviction.
+    A removed key stays in its bucket at first: finding it there would mean to read keys all over the memory, at every eviction. Once more
+    than half of all keys are such, each removal sweeps a bucket, so that a removed key costs the reading of two.
     """
 
     __slots__ = ("_buckets", "_firsts", "_gone", "_num_keys", "_next_swept")
@@ -53,10 +57,11 @@ class SortedKeys:
 
     def remove(self, key: bytes) -> None:
         """Takes out a key that is there."""
-        self._gone.add(key)
-        if 4 * len(self._gone) > self._num_keys:
+        gone = self._gone
+        gone.add(key)
+        if 2 * len(gone) > self._num_keys:
             index = self._next_swept = (self._next_swept + 1) % len(self._buckets)
-            swept = self._gone.intersection(self._buckets[index])
+            swept = gone.intersection(self._buckets[index])
             self._buckets[index][:] = [kept for kept in self._buckets[index] if kept not in swept]
             self._forget(index, swept)
 
@@ -115,10 +120,12 @@ class Node:
         stamp: the logical time that its policy sorts by, as a rule that of its last use; what its children were used for is not in it.
         worth: what else the policy knows of its use; None for nothing.
         place: where the policy has it.
+        older, newer: its neighbours in a policy that keeps its leaves in a ring; None where it is in none.
     """
 
     __slots__ = (
-        "edge", "blocks", "parent", "children", "sorted_keys", "trunk", "hits", "locks", "start", "queue", "stamp", "worth", "place"
+        "edge", "blocks", "parent", "children", "sorted_keys", "trunk", "hits", "locks", "start",
+        "queue", "stamp", "worth", "place", "older", "newer",
     )  # fmt: skip
 
     queue: Eviction
@@ -127,7 +134,7 @@ class Node:
         self.edge = edge
         self.blocks = blocks
         self.parent = parent
-        self.children: dict[bytes, Node] = {}
+        self.children: dict[bytes, Node] = _NO_CHILDREN
         self.sorted_keys: SortedKeys | None = None
         self.trunk: Node | None = None
         self.hits = 0
@@ -135,6 +142,8 @@ class Node:
         self.stamp = 0
         self.worth: Any = None
         self.place: Any = 0
+        self.older: Any = None
+        self.newer: Any = None
         self.start = 0
         if parent is not None:
             self.start = parent.start + len(parent.edge)
@@ -143,6 +152,8 @@ class Node:
     def add_child(self, key: bytes, child: Node) -> None:
         """Adds a child under a key that no child has."""
         was_leaf = not self.children
+        if was_leaf:
+            self.children = {}
         self.children[key] = child
         if self.sorted_keys is not None:
             self.sorted_keys.add(key)
@@ -154,10 +165,12 @@ class Node:
 
     def remove_child(self, key: bytes) -> None:
         """Removes the child under that key."""
-        del self.children[key]
-        if self.sorted_keys is not None:
-            self.sorted_keys.remove(key)
-        self.find_trunk()
+        children, sorted_keys = self.children, self.sorted_keys
+        del children[key]
+        if sorted_keys is not None:
+            sorted_keys.remove(key)
+        if len(children) <= _MAX_TRUNK_SIBLINGS + 1:
+            self.find_trunk()
 
     def find_trunk(self) -> None:
         """Looks which child is the trunk. What is none any more, because it lost its children, may stay it: that costs time only."""

@@ -404,24 +404,37 @@ class RadixTree:
         num_bytes = self._num_bytes
         self.history.begin(reason, self.tick())
         given_up: list[int] = []
-        while len(given_up) < num_blocks and (victim := self.first_to_go() if self._stale_roots else self.queue.first()) is not None:
+        remember, remove_leaf = self.history.give_up, self._remove_leaf
+        while (missing := num_blocks - len(given_up)) > 0:
+            victim = self.first_to_go() if self._stale_roots else self.queue.first()
+            if victim is None:
+                break
             if victims is not None:
                 victims(victim)
-            num_kept = len(victim.blocks) - min(victim.queue.num_at_once(victim), num_blocks - len(given_up))
-            given_up += reversed(victim.blocks[num_kept:])
-            self.history.give_up(victim, num_kept * self._block_bytes)
-            if num_kept:
-                self._num_bytes -= len(victim.edge) - num_kept * self._block_bytes
-                victim.edge = victim.edge[: num_kept * self._block_bytes]
-                del victim.blocks[num_kept:]
-                victim.queue.trim(victim)
+            blocks = victim.blocks
+            num_lost = len(blocks) if victim.queue.takes_whole_leaves else victim.queue.num_at_once(victim)
+            if num_lost > missing:
+                num_lost = missing
+            if num_lost == len(blocks):
+                remember(victim, 0)
+                given_up += blocks[::-1]
+                remove_leaf(victim)
             else:
-                self._remove_leaf(victim)
+                self._trim_leaf(victim, len(blocks) - num_lost, given_up)
         if given_up:
             self._version += 1
             self._num_blocks -= len(given_up)
         self.history.end((num_bytes - self._num_bytes) // TOKEN_BYTES, len(given_up))
         return given_up
+
+    def _trim_leaf(self, leaf: Node, num_kept: int, given_up: list[int]) -> None:
+        num_bytes = num_kept * self._block_bytes
+        self.history.give_up(leaf, num_bytes)
+        given_up += reversed(leaf.blocks[num_kept:])
+        self._num_bytes -= len(leaf.edge) - num_bytes
+        leaf.edge = leaf.edge[:num_bytes]
+        del leaf.blocks[num_kept:]
+        leaf.queue.trim(leaf)
 
     def first_to_go(self) -> Node | None:
         """The leaf that `evict` would begin with; None if nothing can go."""
@@ -430,21 +443,23 @@ class RadixTree:
         return self.queue.first()
 
     def _remove_leaf(self, leaf: Node) -> None:
-        parent = leaf.parent
+        parent, queue, edge = leaf.parent, leaf.queue, leaf.edge
         assert parent is not None
-        leaf.queue.discard(leaf)
-        self._num_bytes -= len(leaf.edge)
-        parent.remove_child(leaf.edge[: self._block_bytes])
+        queue.discard(leaf)
+        self._num_bytes -= len(edge)
+        parent.remove_child(edge[: self._block_bytes])
         leaf.parent = None
-        leaf.queue.absorb(parent, leaf)
-        parent.hits += leaf.hits
+        queue.absorb(parent, leaf)
+        if leaf.hits:
+            parent.hits += leaf.hits
         if parent.children:
             return
+        self.history.lose_children(parent)
         if isinstance(parent, Root):
             del self._roots[parent.namespace_key]
             self._stale_roots.discard(parent.namespace_key)
         elif not parent.locks:
-            parent.queue.expose(parent)
+            queue.expose(parent)
 
     def _take_returned(self) -> None:
         """Takes in the leases that were released or dropped since the last operation."""
