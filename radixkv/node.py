@@ -234,12 +234,12 @@ class Root(Node):
 
 
 def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int, int]:
-    """Follows key[:end] down from a root.
+    """Follows key[:end] down from a root, or from the end of any node that ends at a block border.
 
     Returns:
-        The last node that it enters, the byte of the key at which that node starts, and how many bytes of its edge match.
+        The last node that it enters, the byte of the whole prefix at which that node starts, and how many bytes of its edge match.
     """
-    node, position = root, 0
+    node, position, base = root, 0, root.start + len(root.edge)
     while position < end:
         # A lookup hashes a block, which takes longer than comparing it. Where the trunk is the wrong guess, a leaf is next: that is
         # one comparison too many per walk.
@@ -256,12 +256,23 @@ def walk(root: Node, key: bytes, end: int, block_bytes: int) -> tuple[Node, int,
         if child is None:
             nearest, matched = node.nearest_child(block)
             if nearest is not None:
-                return nearest, position, min(matched, end - position)
+                return nearest, nearest.start, min(matched, end - position)
             break
         edge = child.edge
         # An edge of one block is the child's key, which the lookup has compared.
         if (edge_bytes := len(edge)) > block_bytes and (child is trunk or not key.startswith(edge, position)):
-            return child, position, min(common_bytes(edge, key, position), end - position)
+            return child, child.start, min(common_bytes(edge, key, position), end - position)
         node = child
         position += edge_bytes
-    return node, node.start, min(position, end) - node.start
+    return node, node.start, base + min(position, end) - node.start
+
+
+def walk_on(node: Node, border: int, key: bytes, block_bytes: int) -> tuple[Node, int, int]:
+    """Follows a key from a block border on, after so many bytes of the path of a node; returns what `walk` does."""
+    while node.parent is not None and node.start >= border:
+        node = node.parent
+    piece = node.edge[border - node.start : border - node.start + len(key)]
+    common = common_bytes(piece, key, 0)
+    if border + common < node.start + len(node.edge):
+        return node, node.start, border + common - node.start
+    return walk(node, key[common:], len(key) - common, block_bytes)

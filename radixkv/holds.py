@@ -1,0 +1,51 @@
+"""The holds that leases have on nodes of a tree, counted."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from radixkv.node import Node
+
+
+class Holds:
+    """How many leases are out, and how many blocks they protect.
+
+    Attributes:
+        returned: nodes of leases that were released or dropped and that were not yet taken in. Appending is all that a lease does with it.
+        num_leases, num_blocks: as of the last `take_in`.
+    """
+
+    def __init__(self) -> None:
+        self.returned: deque[Node] = deque()
+        self.num_leases = 0
+        self.num_blocks = 0
+
+    def add(self, node: Node) -> None:
+        """One more hold on a node and all above it."""
+        self.num_leases += 1
+        node.queue.discard(node)
+        # A node with locks is already counted by its parent, and so on upwards.
+        held: Node | None = node
+        while held is not None:
+            held.locks += 1
+            if held.locks > 1:
+                break
+            self.num_blocks += len(held.blocks)
+            held = held.parent
+
+    def take_in(self) -> None:
+        """Ends the holds that have come back."""
+        while self.returned:
+            node = self.returned.popleft()
+            self.num_leases -= 1
+            if node.locks == 1 and not node.children:
+                node.queue.restore(node)
+            else:
+                node.queue.touch(node)
+            held: Node | None = node
+            while held is not None:
+                held.locks -= 1
+                if held.locks:
+                    break
+                self.num_blocks -= len(held.blocks)
+                held = held.parent
