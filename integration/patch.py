@@ -14,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
-from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
 from radixkv.integration.fused import fuse_attention, unfuse_attention
 from radixkv.integration.handle import CacheOptions, ModelCache
 from radixkv.integration.hf_cache import GenerationCache, cache_argument
 from radixkv.integration.packing import packed_forward
 from radixkv.integration.subclass import BASE_CLASS, make_subclass
+from radixkv.token_key import require_namespace
 from radixkv.tree import Lease
 
 logger = logging.getLogger("radixkv")

@@ -15,7 +15,7 @@ from radixkv.token_key import TOKEN_BYTES, namespace_key, namespace_of
 from radixkv.tree import RadixTree
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
+    from radixkv.storage import CacheStorage
 
 
 class Source(NamedTuple):
@@ -33,7 +33,7 @@ class Source(NamedTuple):
 class Snapshot:
     """The nodes of all namespaces of the present weights, and where their tokens' K/V lies."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: CacheStorage) -> None:
         self._present = cache.full_namespace()[:1]
         self._tree = cache.tree
         self._namespaces: list[tuple] = []
