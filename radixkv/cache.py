@@ -186,9 +186,11 @@ class PrefixCache(Requests):
     def save(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> SaveReport:
         """Write every cached prefix to a file, in place of the one that is there.
 
-        All namespaces are in it, partly filled blocks too, each token once. The file holds the tokens themselves: keep it as you keep the
-        prompts. It is one of safetensors; at every moment, whatever is killed, the whole old one or the whole new one stands at `path`. No
-        step runs while the pool is read, which takes as long as writing it; beside the pool a few megabytes are needed.
+        All namespaces are in it, partly filled blocks too, each token once, with the order of their uses and what the eviction policy
+        knows of them. Leases and pins are not: they are of this process, and what they hold is saved like the rest; pin it again where it
+        is loaded. The file holds the tokens themselves: keep it as you keep the prompts. It is one of safetensors; at every moment,
+        whatever is killed, the whole old one or the whole new one stands at `path`. No step runs while the pool is read, which takes as
+        long as writing it; beside the pool a few megabytes are needed.
 
         Args:
             path: the file to write; its folder exists.
@@ -211,7 +213,8 @@ class PrefixCache(Requests):
         """Add the prefixes of a file that `save` wrote to what is cached, all or, on an exception, none of them.
 
         Nothing is evicted: what was used last is loaded first, up to the free blocks, the last prefix in part. What was loaded counts as
-        used now, in the order of its uses before. The block size may be another one than where the file was saved.
+        used now, in the order of its uses before; counts, segments and priorities come back where the policy is the same as where the file
+        was saved. The block size may be another one than where the file was saved.
 
         Args:
             path: the file.

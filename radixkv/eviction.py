@@ -16,6 +16,7 @@ from radixkv.node import Node
 from radixkv.token_key import TOKEN_BYTES
 
 _LN2 = 0.6931471805599453
+_MAX_PRIORITY = 2**53
 
 
 class SlruQueue(LruQueue):
@@ -80,6 +81,20 @@ class SlruQueue(LruQueue):
         if child.worth:
             parent.worth = True
 
+    def save_worth(self, node: Node) -> float:
+        return float(bool(node.worth))
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        if bool(worth) == bool(node.worth) or not node.place:
+            node.worth = bool(worth)
+            LruQueue.touch(self._protected if worth else self, node)
+            return
+        self.discard(node)
+        if worth:
+            self.restore(node)
+        else:
+            self.add(node)
+
     def first_of_others(self) -> Node | None:
         return self._protected.first()
 
@@ -128,6 +143,12 @@ class LfuQueue(HeapQueue):
         super().absorb(parent, child)
         parent.worth = (parent.worth or 0) + child.worth
 
+    def save_worth(self, node: Node) -> float | None:
+        return node.worth
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else int(worth))
+
 
 class PriorityQueue(HeapQueue):
     """Lowest priority first, 0 where none was given. A node's `worth` is what it was last given, or more if it inherits more."""
@@ -147,6 +168,13 @@ class PriorityQueue(HeapQueue):
     def absorb(self, parent: Node, child: Node) -> None:
         super().absorb(parent, child)
         parent.worth = child.worth if parent.worth is None else max(parent.worth, child.worth)
+
+    def save_worth(self, node: Node) -> float | None:
+        # Those that no float has exactly are the highest or the lowest.
+        return None if node.worth is None else float(max(-_MAX_PRIORITY, min(node.worth, _MAX_PRIORITY)))
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else int(worth))
 
     def set_priority(self, node: Node, priority: int) -> None:
         node.worth = priority
@@ -185,6 +213,12 @@ class CostQueue(HeapQueue):
     def absorb(self, parent: Node, child: Node) -> None:
         super().absorb(parent, child)
         parent.worth = _log2_of_sum(parent.worth, child.worth)
+
+    def save_worth(self, node: Node) -> float | None:
+        return None if node.worth is None else node.worth - self._age
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else worth + self._age)
 
     def trim(self, leaf: Node) -> None:
         self._push(leaf)

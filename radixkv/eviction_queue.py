@@ -87,6 +87,14 @@ class Eviction(ABC):
     def trim(self, leaf: Node) -> None:  # noqa: B027 - most policies have nothing to do here
         """A waiting leaf has lost blocks from its end, not all of them."""
 
+    def save_worth(self, node: Node) -> float | None:
+        """A node's `worth`, as it is saved with a cache; None for nothing."""
+        return None
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        """A node was loaded from a file: it was used last now, and is worth what `save_worth` said, if that was of the same policy."""
+        self.renew(node)
+
     def set_priority(self, node: Node, priority: int) -> None:  # noqa: B027
         """The user gave a priority to a node; only with `takes_priority`."""
 
@@ -120,6 +128,9 @@ class LruQueue(Eviction):
             # This class's own: a policy built on it may do more when a leaf stops to wait, and this one does not.
             LruQueue.discard(self, node)
             self._link(node)
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        LruQueue.touch(self, node)
 
     renew = touch
     restore = add
@@ -197,6 +208,13 @@ class HeapQueue(Eviction):
         self.count_use(node)
 
     restore = add
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        node.stamp = next(self.clock)
+        if worth is not None or not node.place:
+            node.worth = worth
+        if node.place:
+            self._push(node)
 
     def expose(self, leaf: Node) -> None:
         self._num_waiting += 1

@@ -14,8 +14,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from radixkv.eviction import PolicyMaker, policy_maker
-from radixkv.forest import Forest
-from radixkv.history import History
+from radixkv.forest import Added, Forest
+from radixkv.history import History, path_key
 from radixkv.holds import Holds
 from radixkv.lease import Lease
 from radixkv.node import Node, Root, walk
@@ -233,6 +233,26 @@ class RadixTree:
             added.node.queue.set_priority(added.node, priority)
         self.history.store(self, key, self.forest.num_bytes - num_bytes, namespace)
         return Inserted(path, added.first_adopted, added.replaced)
+
+    def add_below(self, place: Node | None, border: int, key: bytes, blocks: Sequence[int], namespace: tuple) -> Added:
+        """Stores a part of a prefix, in time that does not depend on what is above it. What is known is not marked as used.
+
+        Args:
+            place: a node whose path begins as the prefix does, at least up to the border; None for the root.
+            border: where the part begins in the prefix, in bytes of whole blocks.
+            key: its tokens. blocks: its blocks; those of known tokens are not looked at.
+            namespace: where to store.
+
+        Returns:
+            What became of it; the first adopted block is counted from the border.
+        """
+        self.holds.take_in()
+        anchor = self.forest.root_of(namespace_key(namespace)) if place is None else self.forest.node_at(place, border)
+        num_bytes = self.forest.num_bytes
+        added = self.forest.add_below(anchor, key, blocks)
+        prefix = b"" if self.history.listener is None else path_key(added.node)[: border + len(key)]
+        self.history.store(self, prefix, self.forest.num_bytes - num_bytes, namespace)
+        return added
 
     def evict(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
         """Gives up blocks, from the end of the leaf that the policy names backwards, then of the next; never leased ones.

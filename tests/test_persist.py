@@ -27,9 +27,9 @@ from radixkv import kv_file, persist
 from radixkv.integration import handle as handle_module
 from radixkv.integration.fingerprint import digest_weights
 from radixkv.kv_file import PIECE_BYTES, FileReader, TensorSpec, build_header, open_verified, replacing
-from radixkv.load_plan import SavedNodes
 from radixkv.meter import PromptMeter
 from radixkv.saved_facts import decode_namespace, encode_namespace
+from radixkv.saved_nodes import SavedNodes
 from tests.models import counted_tokens, prompt, tiny_qwen2
 from tests.persisted import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, contents, make_cache, path_of, prefixes, store
 
@@ -491,8 +491,8 @@ def negative_tokens(specs, metadata, data):
         (changed_nodes(2, 77), "nodes are not those of a tree"),
         (changed_nodes(3, 2**62), "nodes are not those of a tree"),
         (negative_tokens, "nodes are not those of a tree"),
-        (changed_metadata(version="2"), "version 2, this release reads radixkv-prefixes version 1"),
-        (changed_metadata(format="other"), "is of format other version 1, this release reads"),
+        (changed_metadata(version="1"), "version 1, this release reads radixkv-prefixes version 2"),
+        (changed_metadata(format="other"), "is of format other version 2, this release reads"),
         (changed_metadata(namespaces="[]"), "nodes are not those of a tree"),
         (changed_metadata(namespaces="["), "not a file that radixkv saved"),
         (changed_metadata(namespaces="[" * 100_000), "not a file that radixkv saved"),
