@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import pytest
 import radixkv
 from radixkv.load_plan import plan_load
 from radixkv.node import Root
+from radixkv.saved_nodes import SavedNodes
 from radixkv.snapshot import Snapshot
 from radixkv.token_key import token_key
 from tests.persisted import contents, make_cache, path_of, prefixes, store
@@ -154,7 +156,7 @@ def deep_cache(depth: int, num_blocks: int | None = None) -> radixkv.PrefixCache
     return cache
 
 
-def calls_of(operation, *arguments) -> tuple[int, object]:
+def calls_of(operation: Any, *arguments: Any) -> tuple[int, Any]:
     """How many functions an operation calls, Python's and C's, and what it returns."""
     calls = 0
 
@@ -189,24 +191,21 @@ def test_the_work_of_loading_grows_with_the_tokens_and_not_with_the_depth(tmp_pa
         assert large <= 4.4 * small
 
 
-def test_no_key_of_a_deep_tree_is_built_as_a_whole(tmp_path):
+def test_no_key_of_a_deep_tree_is_built_as_a_whole(monkeypatch):
     """The bytes of all keys that planning makes are a small multiple of the tokens'."""
     cache = deep_cache(400)
     nodes = Snapshot(cache).nodes()
     built = 0
-    real_key = type(nodes).key
+    real_key = SavedNodes.key
 
-    def key(self, *arguments):
+    def key(*arguments: Any) -> bytes:
         nonlocal built
-        made = real_key(self, *arguments)
+        made = real_key(*arguments)
         built += len(made)
         return made
 
-    type(nodes).key = key
-    try:
-        plan = plan_load(nodes, [cache.full_namespace()[:1] + each for each in nodes.namespaces], make_cache(1000).tree, 1000)
-    finally:
-        type(nodes).key = real_key
+    monkeypatch.setattr(SavedNodes, "key", key)
+    plan = plan_load(nodes, [cache.full_namespace()[:1] + each for each in nodes.namespaces], make_cache(1000).tree, 1000)
     assert plan.num_loaded == nodes.num_tokens
     assert built <= 3 * len(nodes.tokens)
 
