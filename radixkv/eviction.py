@@ -37,9 +37,9 @@ class SlruQueue(LruQueue):
         self._surplus = 0
 
     def add(self, leaf: Node) -> None:
-        leaf.worth = False
-        self._surplus -= 1
+        leaf.worth, surplus = False, self._surplus - 1
         LruQueue.add(self, leaf)
+        self._surplus = surplus
 
     def renew(self, node: Node) -> None:
         LruQueue.touch(self._protected if node.worth else self, node)

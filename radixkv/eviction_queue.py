@@ -217,8 +217,9 @@ class HeapQueue(Eviction):
             self._push(node)
 
     def expose(self, leaf: Node) -> None:
-        self._num_waiting += 1
+        num_waiting = self._num_waiting + 1
         self._push(leaf)
+        self._num_waiting = num_waiting
 
     def discard(self, node: Node) -> None:
         if node.place:
@@ -235,8 +236,9 @@ class HeapQueue(Eviction):
         return [entry[3] for entry in sorted(entry for entry in self._heap if entry[3].place is entry)]
 
     def _push(self, leaf: Node) -> None:
-        entry = leaf.place = (self.rank(leaf), leaf.stamp, next(self.clock), leaf)
+        entry = (self.rank(leaf), leaf.stamp, next(self.clock), leaf)
         heapq.heappush(self._heap, entry)
+        leaf.place = entry
         if len(self._heap) > 2 * self._num_waiting + 64:
             self._heap = [entry for entry in self._heap if entry[3].place is entry]
             heapq.heapify(self._heap)

@@ -20,11 +20,13 @@ class Added(NamedTuple):
         node: where the key ends now, perhaps inside its edge.
         first_adopted: the given blocks from here on belong to the forest now; those before were known.
         replaced: blocks that it gave up for longer ones.
+        edge_before: of a leaf that has grown; None for a new one, and where all was known.
     """
 
     node: Node
     first_adopted: int
     replaced: list[int]
+    edge_before: bytes | None = None
 
 
 class Forest:
@@ -88,15 +90,33 @@ class Forest:
         node, start, matched = found
         first_adopted = (start + matched - base) // self._block_bytes
         adopted = list(blocks[first_adopted:])
-        replaced: list[int] = []
+        version, num_blocks, num_bytes = self.version + 1, self.num_blocks + len(adopted), self.num_bytes
         if matched == len(node.edge) and not node.locks and not node.children and start >= base:
-            replaced = self._grow(node, key[start - base :], adopted)
+            edge, replaced = key[start - base :], node.blocks[len(node.edge) // self._block_bytes :]
+            num_blocks, num_bytes = num_blocks - len(replaced), num_bytes + len(edge) - matched
+            added = Added(node, first_adopted, replaced, node.edge)
+            self._reshape(node, edge, node.blocks[: len(node.blocks) - len(replaced)] + adopted)
         else:
-            node = self._branch(node, first_adopted * self._block_bytes + base - start)
-            node = self._add_leaf(node, key[first_adopted * self._block_bytes :], adopted)
-        self.version += 1
-        self.num_blocks += len(adopted) - len(replaced)
-        return Added(node, first_adopted, replaced)
+            parent = self._branch(node, first_adopted * self._block_bytes + base - start)
+            leaf = Node(key[first_adopted * self._block_bytes :], adopted, parent)
+            # A split has made the version another one meanwhile.
+            version, num_bytes, added = self.version + 1, num_bytes + len(leaf.edge), Added(leaf, first_adopted, [])
+            self._link(leaf, parent)
+        self.version, self.num_blocks, self.num_bytes = version, num_blocks, num_bytes
+        return added
+
+    def retract(self, added: Added) -> None:
+        """Takes back what `extend` did last; for when what comes after it fails."""
+        node = added.node
+        if added.edge_before is None:
+            self._unlink(node)
+            self.num_blocks -= len(node.blocks)
+            self.num_bytes -= len(node.edge)
+        else:
+            num_kept = len(added.edge_before) // self._block_bytes
+            self.num_blocks -= len(node.blocks) - num_kept - len(added.replaced)
+            self.num_bytes -= len(node.edge) - len(added.edge_before)
+            self._reshape(node, added.edge_before, node.blocks[:num_kept] + added.replaced)
 
     def add_below(self, anchor: Node, key: bytes, blocks: Sequence[int]) -> Added:
         """Stores what follows a node, which ends at a block border. What is there already is left as it is, its recency too."""
@@ -165,30 +185,50 @@ class Forest:
         assert node.parent is not None
         return node.parent
 
-    def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
-        leaf = Node(edge, blocks, parent)
-        if isinstance(parent, Root):
-            self.roots[parent.namespace_key] = parent
-        parent.queue.discard(parent)
-        parent.add_child(edge[: self._block_bytes], leaf)
-        self.num_bytes += len(edge)
-        leaf.queue.add(leaf)
-        return leaf
+    def _link(self, leaf: Node, parent: Node) -> None:
+        """Puts a new leaf in its place, or, if memory is short, raises and changes nothing."""
+        try:
+            parent.add_child(leaf.edge[: self._block_bytes], leaf)
+            if isinstance(parent, Root):
+                self.roots[parent.namespace_key] = parent
+            parent.queue.discard(parent)
+            leaf.queue.add(leaf)
+        except BaseException:
+            self._unlink(leaf)
+            raise
 
-    def _grow(self, leaf: Node, edge: bytes, blocks: list[int]) -> list[int]:
-        """Gives an unlocked leaf a longer edge. Blocks start with the one that holds the first new token; returns the one it replaces."""
-        assert leaf.parent is not None
-        old_key = leaf.edge[: self._block_bytes]
-        num_full = len(leaf.edge) // self._block_bytes
-        replaced = leaf.blocks[num_full:]
-        leaf.blocks[num_full:] = blocks
-        self.num_bytes += len(edge) - len(leaf.edge)
-        leaf.edge = edge
-        if len(old_key) < self._block_bytes:
-            leaf.parent.remove_child(old_key)
-            leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
-        leaf.queue.renew(leaf)
-        return replaced
+    def _unlink(self, leaf: Node) -> None:
+        parent, key = leaf.parent, leaf.edge[: self._block_bytes]
+        assert parent is not None
+        leaf.queue.discard(leaf)
+        leaf.parent = None
+        if parent.children.get(key) is leaf:
+            parent.remove_child(key)
+        if parent.children:
+            return
+        if isinstance(parent, Root):
+            self.roots.pop(parent.namespace_key, None)
+        elif not parent.locks and not parent.place:
+            parent.queue.expose(parent)
+
+    def _reshape(self, leaf: Node, edge: bytes, blocks: list[int]) -> None:
+        """Gives an unlocked leaf another edge that begins with the same tokens, or, if memory is short, raises and changes nothing."""
+        parent, edge_before, blocks_before = leaf.parent, leaf.edge, leaf.blocks
+        assert parent is not None
+        key_before, key = edge_before[: self._block_bytes], edge[: self._block_bytes]
+        try:
+            if key != key_before:
+                parent.add_child(key, leaf)
+                parent.remove_child(key_before)
+            leaf.edge, leaf.blocks = edge, blocks
+            leaf.queue.renew(leaf)
+        except BaseException:
+            leaf.edge, leaf.blocks = edge_before, blocks_before
+            if key != key_before and key in parent.children:
+                parent.remove_child(key)
+                if key_before not in parent.children:
+                    parent.add_child(key_before, leaf)
+            raise
 
     def _trim_leaf(self, leaf: Node, num_kept: int, given_up: list[int]) -> None:
         num_bytes = num_kept * self._block_bytes

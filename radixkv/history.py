@@ -82,11 +82,10 @@ class History:
 
     def store(self, tree: RadixTree, key: bytes, num_bytes: int, namespace: tuple) -> None:
         """An insertion of `key` brought its last num_bytes."""
-        self.num_insertions += 1
-        if num_bytes:
-            self.stored_tokens += num_bytes // TOKEN_BYTES
-            if self.listener is not None:
-                self.listener(Stored(tree.tick(), namespace, key, num_bytes // TOKEN_BYTES))
+        num_insertions, stored_tokens = self.num_insertions + 1, self.stored_tokens + num_bytes // TOKEN_BYTES
+        if num_bytes and self.listener is not None:
+            self.listener(Stored(tree.tick(), namespace, key, num_bytes // TOKEN_BYTES))
+        self.num_insertions, self.stored_tokens = num_insertions, stored_tokens
 
     def begin(self, reason: str, step: int) -> None:
         """From now on nodes are given up for this reason. Until `end` the tree changes in no other way."""

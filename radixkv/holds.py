@@ -22,15 +22,19 @@ class Holds:
 
     def add(self, node: Node) -> None:
         """One more hold on a node and all above it."""
-        self.num_leases += 1
-        node.queue.discard(node)
-        # A node with locks is already counted by its parent, and so on upwards.
+        num_leases, num_blocks = self.num_leases + 1, self.num_blocks
         held: Node | None = node
+        while held is not None and not held.locks:
+            num_blocks += len(held.blocks)
+            held = held.parent
+        node.queue.discard(node)
+        # Now that memory can no longer be short. A node with locks is already counted by its parent, and so on upwards.
+        self.num_leases, self.num_blocks = num_leases, num_blocks
+        held = node
         while held is not None:
             held.locks += 1
             if held.locks > 1:
                 break
-            self.num_blocks += len(held.blocks)
             held = held.parent
 
     def take_in(self) -> None:

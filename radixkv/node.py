@@ -37,23 +37,26 @@ class SortedKeys:
         self._next_swept = 0
 
     def add(self, key: bytes) -> None:
-        """Puts a new key in its place."""
+        """Puts a new key in its place, or, if memory is short, raises and changes nothing."""
         if key in self._gone:
             self._gone.remove(key)
             return
-        self._num_keys += 1
+        num_keys = self._num_keys + 1
         if not self._buckets:
-            self._buckets, self._firsts = [[key]], [key]
+            self._buckets, self._firsts, self._num_keys = [[key]], [key], num_keys
             return
         index = max(0, bisect_right(self._firsts, key) - 1)
         bucket = self._buckets[index]
+        if len(bucket) >= 2 * _BUCKET_SIZE:
+            halves = [bucket[:_BUCKET_SIZE], bucket[_BUCKET_SIZE:]]
+            buckets = [*self._buckets[:index], *halves, *self._buckets[index + 1 :]]
+            self._firsts = [bucket[0] for bucket in buckets]
+            self._buckets = buckets
+            index += key >= halves[1][0]
+            bucket = buckets[index]
         insort(bucket, key)
         self._firsts[index] = bucket[0]
-        if len(bucket) > 2 * _BUCKET_SIZE:
-            upper = bucket[_BUCKET_SIZE:]
-            del bucket[_BUCKET_SIZE:]
-            self._buckets.insert(index + 1, upper)
-            self._firsts.insert(index + 1, upper[0])
+        self._num_keys = num_keys
 
     def remove(self, key: bytes) -> None:
         """Takes out a key that is there."""
@@ -150,18 +153,26 @@ class Node:
             self.queue = parent.queue
 
     def add_child(self, key: bytes, child: Node) -> None:
-        """Adds a child under a key that no child has."""
+        """Adds a child under a key that no child has, or, if memory is short, raises and changes nothing."""
         was_leaf = not self.children
-        if was_leaf:
-            self.children = {}
-        self.children[key] = child
-        if self.sorted_keys is not None:
-            self.sorted_keys.add(key)
-        elif len(self.children) > 1:
-            self.sorted_keys = SortedKeys(self.children)
-        self.find_trunk()
-        if was_leaf and self.parent is not None:
-            self.parent.find_trunk()
+        children = {} if was_leaf else self.children
+        try:
+            if self.sorted_keys is not None:
+                self.sorted_keys.add(key)
+            elif not was_leaf:
+                self.sorted_keys = SortedKeys([*children, key])
+            children[key] = child
+            self.children = children
+            self.find_trunk()
+            if was_leaf and self.parent is not None:
+                self.parent.find_trunk()
+        except BaseException:
+            children.pop(key, None)
+            self.sorted_keys = SortedKeys(children) if len(children) > 1 else None
+            if was_leaf:
+                self.children = _NO_CHILDREN
+            self.find_trunk()
+            raise
 
     def remove_child(self, key: bytes) -> None:
         """Removes the child under that key."""
@@ -174,7 +185,8 @@ class Node:
 
     def find_trunk(self) -> None:
         """Looks which child is the trunk. What is none any more, because it lost its children, may stay it: that costs time only."""
-        trunk = None
+        # For as long as memory may be too short to look.
+        self.trunk = trunk = None
         if len(self.children) <= 1 + _MAX_TRUNK_SIBLINGS:
             for child in self.children.values():
                 if child.children:
@@ -212,11 +224,15 @@ class Node:
         border = num_blocks * block_bytes
         upper = Node(self.edge[:border], self.blocks[:num_blocks], self.parent)
         upper.locks = 1 if self.locks else 0
-        edge, blocks = self.edge[border:], self.blocks[num_blocks:]
-        self.parent.children[self.edge[:block_bytes]] = upper
-        self.edge, self.blocks, self.parent = edge, blocks, upper
-        self.start += border
-        upper.add_child(self.edge[:block_bytes], self)
+        edge, blocks, start = self.edge[border:], self.blocks[num_blocks:], self.start + border
+        upper.children, key = {edge[:block_bytes]: self}, self.edge[:block_bytes]
+        # From here on memory cannot be too short, but for finding the trunks.
+        self.parent.children[key] = upper
+        self.parent.trunk = None
+        parent, self.parent = self.parent, upper
+        self.edge, self.blocks, self.start = edge, blocks, start
+        upper.find_trunk()
+        parent.find_trunk()
         return upper
 
 

@@ -186,8 +186,10 @@ class RadixTree:
         """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
         if node is None:
             return Lease(self, None, key, length, namespace)
+        lease = Lease(self, None, key, length, namespace)
         self.holds.add(node)
-        return Lease(self, node, key, length, namespace)
+        lease.hold(node)
+        return lease
 
     def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = (), priority: int | None = None) -> Inserted:
         """Stores a prefix; the tree takes over the blocks of what it did not know and marks all of it as used now.
@@ -222,17 +224,23 @@ class RadixTree:
             node.queue.renew(node)
             if priority is not None:
                 node.queue.set_priority(node, priority)
+            inserted = Inserted(node.path_blocks(), num_blocks, [])
             self.history.store(self, key, 0, namespace)
-            return Inserted(node.path_blocks(), num_blocks, [])
+            return inserted
         # Before what it would leave half done if it failed for want of memory.
         num_bytes = self.forest.num_bytes
         path = node.path_blocks()[: (start + matched) // self._block_bytes]
         path += blocks[len(path) :]
         added = self.forest.extend(found, key, blocks)
-        if priority is not None:
-            added.node.queue.set_priority(added.node, priority)
-        self.history.store(self, key, self.forest.num_bytes - num_bytes, namespace)
-        return Inserted(path, added.first_adopted, added.replaced)
+        try:
+            if priority is not None:
+                added.node.queue.set_priority(added.node, priority)
+            inserted = Inserted(path, added.first_adopted, added.replaced)
+            self.history.store(self, key, self.forest.num_bytes - num_bytes, namespace)
+        except BaseException:
+            self.forest.retract(added)
+            raise
+        return inserted
 
     def add_below(self, place: Node | None, border: int, key: bytes, blocks: Sequence[int], namespace: tuple) -> Added:
         """Stores a part of a prefix, in time that does not depend on what is above it. What is known is not marked as used.
