@@ -48,9 +48,9 @@ class SlruQueue(LruQueue):
         node.stamp, node.worth = next(self.clock), True
 
     def restore(self, leaf: Node) -> None:
-        leaf.worth = True
+        leaf.worth, surplus = True, self._surplus + 1
         self._protected.add(leaf)
-        self._surplus += 1
+        self._surplus = surplus
         self._balance()
 
     def expose(self, leaf: Node) -> None:

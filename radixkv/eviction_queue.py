@@ -136,8 +136,8 @@ class LruQueue(Eviction):
     restore = add
 
     def expose(self, leaf: Node) -> None:
-        leaf.place = _EXPOSED
         heapq.heappush(self._exposed, (leaf.stamp, next(self.clock), leaf))
+        leaf.place = _EXPOSED
 
     def discard(self, node: Node) -> None:
         if node.place == _USED:

@@ -127,25 +127,33 @@ class Forest:
         return self.extend(found, key, blocks, base)
 
     def give_up(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
-        """Gives up blocks, see `RadixTree.evict`; the history has been told why."""
+        """Gives up blocks, see `RadixTree.evict`; the history has been told why. Where memory runs out, fewer than were wanted."""
         given_up: list[int] = []
+        victim, parent = None, None
         remember, remove_leaf = self._history.give_up, self._remove_leaf
-        while (missing := num_blocks - len(given_up)) > 0:
-            victim = self.first_to_go() if self._stale_roots else self.queue.first()
-            if victim is None:
-                break
-            if victims is not None:
-                victims(victim)
-            blocks = victim.blocks
-            num_lost = len(blocks) if victim.queue.takes_whole_leaves else victim.queue.num_at_once(victim)
-            if num_lost > missing:
-                num_lost = missing
-            if num_lost == len(blocks):
-                remember(victim, 0)
-                given_up += blocks[::-1]
-                remove_leaf(victim)
-            else:
-                self._trim_leaf(victim, len(blocks) - num_lost, given_up)
+        try:
+            while (missing := num_blocks - len(given_up)) > 0:
+                victim = self.first_to_go() if self._stale_roots else self.queue.first()
+                if victim is None:
+                    break
+                if victims is not None:
+                    victims(victim)
+                blocks = victim.blocks
+                num_lost = len(blocks) if victim.queue.takes_whole_leaves else victim.queue.num_at_once(victim)
+                if num_lost > missing:
+                    num_lost = missing
+                if num_lost == len(blocks):
+                    remember(victim, 0)
+                    given_up += blocks[::-1]
+                    parent = victim.parent
+                    remove_leaf(victim)
+                    parent = None
+                else:
+                    self._trim_leaf(victim, len(blocks) - num_lost, given_up)
+        except MemoryError:
+            # Ids that are given up and told to nobody would be lost to the pool.
+            if parent is not None and victim is not None:
+                self._finish_removal(victim, parent)
         if given_up:
             self.version += 1
             self.num_blocks -= len(given_up)
@@ -231,12 +239,11 @@ class Forest:
             raise
 
     def _trim_leaf(self, leaf: Node, num_kept: int, given_up: list[int]) -> None:
-        num_bytes = num_kept * self._block_bytes
-        self._history.give_up(leaf, num_bytes)
-        given_up += reversed(leaf.blocks[num_kept:])
-        self.num_bytes -= len(leaf.edge) - num_bytes
-        leaf.edge = leaf.edge[:num_bytes]
-        del leaf.blocks[num_kept:]
+        kept_bytes = num_kept * self._block_bytes
+        self._history.give_up(leaf, kept_bytes)
+        edge, blocks, num_bytes = leaf.edge[:kept_bytes], leaf.blocks[:num_kept], self.num_bytes - len(leaf.edge) + kept_bytes
+        given_up += leaf.blocks[: num_kept - 1 : -1]
+        leaf.edge, leaf.blocks, self.num_bytes = edge, blocks, num_bytes
         leaf.queue.trim(leaf)
 
     def _remove_leaf(self, leaf: Node) -> None:
@@ -249,11 +256,29 @@ class Forest:
         queue.absorb(parent, leaf)
         if leaf.hits:
             parent.hits += leaf.hits
-        if parent.children:
-            return
+        if not parent.children:
+            self._lose_children(parent)
+
+    def _lose_children(self, parent: Node) -> None:
+        """A node has lost its last child."""
         self._history.lose_children(parent)
         if isinstance(parent, Root):
-            del self.roots[parent.namespace_key]
+            self.roots.pop(parent.namespace_key, None)
             self._stale_roots.discard(parent.namespace_key)
-        elif not parent.locks:
-            queue.expose(parent)
+        elif not parent.locks and not parent.place:
+            parent.queue.expose(parent)
+
+    def _finish_removal(self, leaf: Node, parent: Node) -> None:
+        """Does what is left to do of a removal for which memory was too short, wherever that was."""
+        leaf.queue.discard(leaf)
+        key = leaf.edge[: self._block_bytes]
+        if parent.children.get(key) is leaf:
+            del parent.children[key]
+        parent.sort_keys()
+        parent.find_trunk()
+        if leaf.parent is not None:
+            leaf.parent = None
+            leaf.queue.absorb(parent, leaf)
+        if not parent.children:
+            self._lose_children(parent)
+        self.num_bytes = sum(len(node.edge) for node in self.nodes())

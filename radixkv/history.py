@@ -118,8 +118,8 @@ class History:
         if len(self._places) > NUM_RUNS:
             self._places.clear()
         if self._reason == "room":
-            self.evicted_tokens += num_tokens
-            self.evicted_blocks += num_blocks
+            evicted_tokens, evicted_blocks = self.evicted_tokens + num_tokens, self.evicted_blocks + num_blocks
+            self.evicted_tokens, self.evicted_blocks = evicted_tokens, evicted_blocks
         else:
             self.dropped = Dropped(self._step, self._reason, num_tokens)
             self._runs.clear()

@@ -40,16 +40,22 @@ class Holds:
     def take_in(self) -> None:
         """Ends the holds that have come back."""
         while self.returned:
-            node = self.returned.popleft()
-            self.num_leases -= 1
+            # It stays in the queue until nothing can fail any more.
+            node = self.returned[0]
+            num_leases, num_blocks = self.num_leases - 1, self.num_blocks
+            held: Node | None = node
+            while held is not None and held.locks == 1:
+                num_blocks -= len(held.blocks)
+                held = held.parent
             if node.locks == 1 and not node.children:
                 node.queue.restore(node)
             else:
                 node.queue.touch(node)
-            held: Node | None = node
+            self.returned.popleft()
+            self.num_leases, self.num_blocks = num_leases, num_blocks
+            held = node
             while held is not None:
                 held.locks -= 1
                 if held.locks:
                     break
-                self.num_blocks -= len(held.blocks)
                 held = held.parent

@@ -168,9 +168,9 @@ class Node:
                 self.parent.find_trunk()
         except BaseException:
             children.pop(key, None)
-            self.sorted_keys = SortedKeys(children) if len(children) > 1 else None
             if was_leaf:
                 self.children = _NO_CHILDREN
+            self.sort_keys()
             self.find_trunk()
             raise
 
@@ -182,6 +182,10 @@ class Node:
             sorted_keys.remove(key)
         if len(children) <= _MAX_TRUNK_SIBLINGS + 1:
             self.find_trunk()
+
+    def sort_keys(self) -> None:
+        """Makes the sorted keys anew from the children."""
+        self.sorted_keys = SortedKeys(self.children) if len(self.children) > 1 else None
 
     def find_trunk(self) -> None:
         """Looks which child is the trunk. What is none any more, because it lost its children, may stay it: that costs time only."""

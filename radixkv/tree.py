@@ -272,7 +272,8 @@ class RadixTree:
             victims: gets each leaf that is about to lose blocks, while it still has them; it must not raise.
 
         Returns:
-            The ids given up, num_blocks of them or all that could be; the caller drops the tree's references.
+            The ids given up, num_blocks of them or all that could be, fewer if Python's memory runs out in the middle; the caller drops
+            the tree's references.
         """
         return self._give_up(num_blocks, "room", victims)
 
@@ -352,5 +353,8 @@ class RadixTree:
         num_bytes = self.forest.num_bytes
         self.history.begin(reason, self.tick())
         given_up = self.forest.give_up(num_blocks, victims)
-        self.history.end((num_bytes - self.forest.num_bytes) // TOKEN_BYTES, len(given_up))
+        try:
+            self.history.end((num_bytes - self.forest.num_bytes) // TOKEN_BYTES, len(given_up))
+        except MemoryError:  # the caller must get the ids, so once more
+            self.history.end((num_bytes - self.forest.num_bytes) // TOKEN_BYTES, len(given_up))
         return given_up

@@ -92,6 +92,45 @@ def test_a_lease_that_splits(eviction, length):
     assert number > 5
 
 
+@pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
+@pytest.mark.parametrize("num_wanted", [1, 9, None], ids=["a block", "several leaves", "clear"])
+def test_an_eviction(eviction, num_wanted):
+    """Ids that had left the tree when memory ran out were told to nobody, and so lost to the pool."""
+    number = num_survived = 0
+    while num_survived < 5:
+        number += 1
+        assert number < MAX_ALLOCATIONS
+        tree = tree_of(eviction)
+        everything = set(tree.blocks())
+        given_up: list[list[int]] = [[]]
+
+        def evict(tree=tree, given_up=given_up) -> None:
+            given_up[0] = tree.clear() if num_wanted is None else tree.evict(num_wanted)
+
+        failed = fails_at(number, evict)
+        tree.check()
+        gone = given_up[0]
+        assert set(tree.blocks()) | set(gone) == everything and len(tree.blocks()) + len(gone) == len(everything)
+        assert not (failed and gone)
+        counted = tree.history.evicted_blocks if num_wanted is not None else 0
+        assert counted == (0 if num_wanted is None else len(gone))
+        num_survived = 0 if failed or len(gone) < (len(everything) if num_wanted is None else num_wanted) else num_survived + 1
+        tree.clear()
+        assert tree.nodes() == []
+
+
+@pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
+def test_the_return_of_a_lease(eviction):
+    """A release that found no memory was forgotten, and its blocks were held for ever."""
+    for number in range(1, 40):
+        tree = tree_of(eviction)
+        for tokens in (range(100, 164), range(20), range(100, 120)):
+            tree.lock(tree.match_prefix(tokens)).release()
+        fails_at(number, tree.holds.take_in)
+        assert tree.num_leases == 0 and tree.num_leased_blocks == 0
+        tree.check()
+
+
 def test_many_children_and_their_sorted_keys():
     """The sorted keys split a bucket, or come to be, in the middle of an insertion."""
     for num_siblings in (1, 2, 1024, 1025):
