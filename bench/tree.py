@@ -104,7 +104,7 @@ def test_a_chat_without_branches_is_one_edge(benchmark):
 def test_match_down_a_deep_chain(benchmark, num_chains):
     """128 nodes one below the other, each with a sibling: at most 0.35 us each beside a single edge of the same tokens.
 
-    That is for nodes that are in the processor's caches; those of 1,000 chains are 255,000 nodes, and each has to be fetched from memory.
+    The 255,000 nodes of 1,000 chains are in nobody's cache: each has to be fetched from memory.
     """
     rng = np.random.default_rng(2)
     keys = random_keys(rng, num_chains, DEPTH * BLOCK)
@@ -126,7 +126,7 @@ def test_match_down_a_deep_chain(benchmark, num_chains):
     assert all(chains.match_prefix(query).length == single.match_prefix(query).length == DEPTH * BLOCK - 1 for query in queries)
     us, single_us = time_cycles(benchmark, chains.match_prefix, queries, lambda: [single.match_prefix(key) for key in queries])
     benchmark.extra_info["us_per_node"] = round((us - single_us) / DEPTH, 3)
-    assert num_chains == 1000 or us - single_us <= 0.35 * DEPTH
+    assert us - single_us <= 0.35 * DEPTH
 
 
 @pytest.mark.parametrize("num_siblings", [10, 10_000, 100_000], ids=lambda n: f"{n} siblings")
@@ -225,14 +225,20 @@ def test_blocks_of_a_lease(benchmark, length):
     assert benchmark(lambda: lease.blocks) == list(range(length // BLOCK))
 
 
+@pytest.mark.parametrize("length", [16, 64, 512], ids=lambda length: f"leaves of {length} tokens")
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_evict_10k_tokens(benchmark, eviction):
-    """625 blocks of 16 from sequences of 512 tokens, 20 leaves: at most 0.3 ms, and the same among 1,000 as among 100,000, within 30 %."""
-    trees = {num_sequences: evictable_tree(num_sequences, eviction) for num_sequences in (1_000, 100_000)}
+def test_evict_10k_tokens(benchmark, eviction, length):
+    """625 blocks of 16, from 20 leaves or 157: at most 0.3 ms, and the same among 1,000 as among 100,000, within 30 %.
+
+    From leaves of one block, of which that takes 625, the time is told but has no limit.
+    """
+    trees = {num_sequences: evictable_tree(num_sequences, length, eviction) for num_sequences in (1_000, 100_000)}
     times: dict[int, list[float]] = {num_sequences: [] for num_sequences in trees}
 
     def evict_from_both() -> None:
         for num_sequences, tree in trees.items():
+            if tree.num_blocks < 625:
+                tree = trees[num_sequences] = evictable_tree(num_sequences, length, eviction)
             started = perf_counter()
             evicted = tree.evict(10_000 // BLOCK)
             times[num_sequences].append((perf_counter() - started) * 1e3)
@@ -241,14 +247,15 @@ def test_evict_10k_tokens(benchmark, eviction):
     benchmark.pedantic(evict_from_both, rounds=40)
     small_ms, large_ms = (sorted(of_one)[len(of_one) // 4] for of_one in times.values())
     benchmark.extra_info.update(ms_of_1k=round(small_ms, 4), ms_of_100k=round(large_ms, 4), ratio=round(large_ms / small_ms, 2))
-    assert large_ms <= 0.3 and 0.7 * small_ms <= large_ms <= 1.3 * small_ms
+    assert 0.7 * small_ms <= large_ms <= 1.3 * small_ms
+    assert length == BLOCK or large_ms <= 0.3
 
 
-def evictable_tree(num_sequences: int, eviction: str) -> RadixTree:
-    """Sequences of 512 tokens that differ in their first block only, stored in random order."""
+def evictable_tree(num_sequences: int, length: int, eviction: str) -> RadixTree:
+    """Sequences that differ in their first block only, stored in random order."""
     rng = np.random.default_rng(8)
     tree = RadixTree(BLOCK, eviction)
-    tail = random_keys(rng, 1, 512 - BLOCK)[0]
+    tail = random_keys(rng, 1, length - BLOCK)[0]
     fill(tree, [int(i).to_bytes(TOKEN_BYTES, "little") * BLOCK + tail for i in rng.permutation(num_sequences)])
     return tree
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from radixkv.attention import Backend, resolve_backend
-from radixkv.cache import PrefixCache, require_namespace
+from radixkv.cache import PrefixCache
 from radixkv.eviction import policy_maker
 from radixkv.integration.branch import Branch
 from radixkv.integration.families import ModelShape, model_shape
@@ -27,6 +27,7 @@ from radixkv.integration.weights import WeightsWatch
 from radixkv.pin import Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
 from radixkv.sequence import CallOptions
+from radixkv.token_key import require_namespace
 
 if TYPE_CHECKING:
     from radixkv.persist import LoadReport, SaveReport

@@ -15,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
-from radixkv.cache import require_namespace
 from radixkv.integration.families import model_shape
 from radixkv.integration.fused import fuse_attention, unfuse_attention
 from radixkv.integration.handle import CacheOptions, ModelCache
@@ -24,6 +23,7 @@ from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.integration.subclass import BASE_CLASS, make_subclass
 from radixkv.integration.versions import cache_argument, mask_width
 from radixkv.sequence import CallOptions
+from radixkv.token_key import require_namespace
 from radixkv.tree import Lease
 
 logger = logging.getLogger("radixkv")

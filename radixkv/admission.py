@@ -13,10 +13,10 @@ from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
 from radixkv.tree import Lease
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
+    from radixkv.storage import CacheStorage
 
 
-def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Lease | None, *, whole_blocks: bool) -> None:
+def admit_rows(cache: CacheStorage, batch: Batch, num_logits: Seq[int], lease: Lease | None, *, whole_blocks: bool) -> None:
     """Fill in the rows of a batch: their leases, what they share, and their block tables. The caller holds the lock.
 
     Args:
@@ -52,7 +52,7 @@ def admit_rows(cache: PrefixCache, batch: Batch, num_logits: Seq[int], lease: Le
     _give_blocks(cache, [sequences[row] for row in order])
 
 
-def _search(cache: PrefixCache, key: bytes, limit: int, namespace: tuple, whole_blocks: bool) -> Lease:
+def _search(cache: CacheStorage, key: bytes, limit: int, namespace: tuple, whole_blocks: bool) -> Lease:
     if cache.tier is not None and not whole_blocks:
         cache.tier.restore(cache, key, namespace, limit)
     match = cache.tree.match_prefix(key, namespace, limit)
@@ -62,7 +62,7 @@ def _search(cache: PrefixCache, key: bytes, limit: int, namespace: tuple, whole_
     return cache.tree.lock(match)
 
 
-def _look_again(cache: PrefixCache, batch: Batch, sequence: Sequence, limit: int) -> None:
+def _look_again(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: int) -> None:
     match = cache.tree.match_prefix(bytes(sequence.key), batch.namespace, limit)
     if sequence.lease is not None and match.length > sequence.lease.length:
         shorter, sequence.lease = sequence.lease, cache.tree.lock(match)
@@ -95,7 +95,7 @@ def _share(sequences: list[Sequence], row: int, mate: int, limit: int, block_siz
     sequence.first_private = common // block_size
 
 
-def _give_blocks(cache: PrefixCache, ordered: list[Sequence]) -> None:
+def _give_blocks(cache: CacheStorage, ordered: list[Sequence]) -> None:
     """Complete the block tables: blocks shared with the row before, then new ones, the live part of a cached block copied first."""
     block_size = cache.pool.block_size
     needed = [-(-sequence.num_tokens // block_size) - sequence.first_private for sequence in ordered]

@@ -1,40 +1,26 @@
-"""`PrefixCache`: the pool and the tree together, and the way of a sequence through them: admit, compute, store."""
+"""`PrefixCache`: what a user calls of a prefix cache. Its blocks are in storage.py, the way of a sequence through them in requests.py."""
 
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
-from radixkv.admission import admit_rows
 from radixkv.attention import Backend
-from radixkv.errors import OutOfBlocks, out_of_blocks
-from radixkv.events import Hit
 from radixkv.eviction import PolicyMaker
-from radixkv.host_tier import Victim, make_tier, path_of
-from radixkv.meter import PromptMeter
-from radixkv.node import Node
-from radixkv.observe import Observed
-from radixkv.pin import Pin, Pins
+from radixkv.pin import Pin
 from radixkv.pool import BlockPool
-from radixkv.rows import append_tokens, fork_row, let_go, make_writable, truncate_row
-from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
+from radixkv.requests import Requests
+from radixkv.sequence import TOKEN_BYTES
 from radixkv.stats import CacheStats, Counters
-from radixkv.step import Step
-from radixkv.step_maker import StepMaker
-from radixkv.tree import Lease, RadixTree, token_key
+from radixkv.token_key import require_namespace
+from radixkv.tree import Lease, token_key
 
 if TYPE_CHECKING:
     from radixkv.persist import LoadReport, SaveReport
 
 
-class PrefixCache(Observed):
+class PrefixCache(Requests):
     """Every token's K/V in a pool of blocks, found again by the longest cached prefix.
 
     All methods may be called from several threads; a step holds the lock from planning to commit, so a block is never read before it is
@@ -64,23 +50,7 @@ class PrefixCache(Observed):
         pin_budget: float = 0.5,
         host_bytes: int = 0,
     ):
-        self.pool = pool
-        self.backend = backend
-        self.namespace = tuple(namespace)
-        super().__init__(RadixTree(pool.block_size, eviction))
-        # Batches whose owner died come back through this queue: a finalizer may run in the middle of any operation, so it only appends.
-        self.returned: deque[Batch] = deque()
-        self._eviction = eviction
-        self._pins = Pins(pin_budget)
-        self._host_bytes = host_bytes
-        self.tier = make_tier(pool, host_bytes)
-        self._live: set[Batch] = set()
-        self._counters = Counters()
-        self.meter = PromptMeter(pool.device)
-        self._weights_version = 0
-        self._steps = StepMaker(pool, backend)
-
-    # What a user calls ----------------------------------------------------------------------------------------------------------------
+        super().__init__(pool, backend, namespace, eviction, pin_budget, host_bytes)
 
     def match_prefix(self, token_ids, namespace: tuple = (), priority: int | None = None) -> Lease:
         """Hold the longest cached prefix of a prompt.
@@ -216,9 +186,11 @@ class PrefixCache(Observed):
     def save(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> SaveReport:
         """Write every cached prefix to a file, in place of the one that is there.
 
-        All namespaces are in it, partly filled blocks too, each token once. The file holds the tokens themselves: keep it as you keep the
-        prompts. It is one of safetensors; at every moment, whatever is killed, the whole old one or the whole new one stands at `path`. No
-        step runs while the pool is read, which takes as long as writing it; beside the pool a few megabytes are needed.
+        All namespaces are in it, partly filled blocks too, each token once, with the order of their uses and what the eviction policy
+        knows of them. Leases and pins are not: they are of this process, and what they hold is saved like the rest; pin it again where it
+        is loaded. The file holds the tokens themselves: keep it as you keep the prompts. It is one of safetensors; at every moment,
+        whatever is killed, the whole old one or the whole new one stands at `path`. No step runs while the pool is read, which takes as
+        long as writing it; beside the pool a few megabytes are needed.
 
         Args:
             path: the file to write; its folder exists.
@@ -241,7 +213,8 @@ class PrefixCache(Observed):
         """Add the prefixes of a file that `save` wrote to what is cached, all or, on an exception, none of them.
 
         Nothing is evicted: what was used last is loaded first, up to the free blocks, the last prefix in part. What was loaded counts as
-        used now, in the order of its uses before. The block size may be another one than where the file was saved.
+        used now, in the order of its uses before; counts, segments and priorities come back where the policy is the same as where the file
+        was saved. The block size may be another one than where the file was saved.
 
         Args:
             path: the file.
@@ -257,447 +230,3 @@ class PrefixCache(Observed):
         from radixkv.persist import load_cache
 
         return load_cache(self, path, lambda: fingerprint or {})
-
-    def check(self) -> None:
-        """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.
-
-        Raises:
-            AssertionError: an invariant does not hold; the message says which.
-        """
-        with self.lock:
-            self._collect()
-            self.tree.check()
-            rows = [sequence for batch in self._live for sequence in batch.sequences]
-            self.pool.check(self.tree.blocks(), *(row.blocks[row.num_leased :] for row in rows))
-            if self.tier is not None:
-                self.tier.check()
-
-    # What the integration calls -------------------------------------------------------------------------------------------------------
-
-    def full_namespace(self, namespace: tuple = ()) -> tuple:
-        """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
-        return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold the lock, with what was given back taken in; before and after, the device has done all that it was asked to."""
-        with self.lock:
-            self._collect()
-            self._synchronize()
-            yield
-            self._synchronize()
-
-    def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
-        """Start over, empty, on another pool.
-
-        Raises:
-            RuntimeError: sequences are running or outputs are held; nothing is changed.
-        """
-        with self.lock:
-            self._collect()
-            if self._live:
-                raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
-            tier = make_tier(pool, self._host_bytes)
-            self._pins.let_go_of_all()
-            self.tier = tier
-            self.pool, self.backend = pool, backend
-            self._replace_tree(RadixTree(pool.block_size, self._eviction))
-            self._steps = StepMaker(pool, backend)
-            self.meter = PromptMeter(pool.device)
-            self._counters.restored_before = 0
-
-    def count_stock_call(self) -> None:
-        with self.lock:
-            self._counters.stock_calls += 1
-
-    def require_usable(self, lease: Lease, namespace: tuple | None = None) -> None:
-        """Raise ValueError unless `lease` is a live lease of this cache, with its present weights and in that namespace."""
-        if not isinstance(lease, Lease):
-            raise ValueError(f"prefix_cache must be a Lease from model.radixkv.match_prefix(), got {type(lease).__name__}")
-        if lease.tree is not self.tree:
-            raise ValueError("prefix_cache is a lease of another model's cache: call match_prefix() on this model's own handle")
-        if lease.released:
-            raise ValueError("prefix_cache was already released: call match_prefix() again, or keep the lease open in a `with` block")
-        expected = self.full_namespace(namespace or ())
-        if lease.namespace != expected:
-            raise ValueError(
-                f"prefix_cache is of namespace {lease.namespace}, this call is in {expected}: "
-                "match the prefix in the namespace and with the weights that generate() uses"
-            )
-
-    def admit(
-        self,
-        keys: Seq[bytes],
-        num_logits: Seq[int],
-        lease: Lease | None = None,
-        *,
-        options: CallOptions = CallOptions(),  # noqa: B008 - frozen
-        counted: bool = True,
-    ) -> Batch:
-        """Find what is known of each prompt, in the tree and in the other rows, and give every row its blocks.
-
-        Args:
-            keys: N prompts, int32 little-endian, none empty.
-            num_logits: per prompt, how many of its last tokens must be computed because their logits are asked for (at least 1 always is).
-            lease: use exactly this prefix for every row, in place of a search.
-            options: of the call; the namespace is the lease's where there is one.
-            counted: whether the rows count as requests.
-
-        Returns:
-            The batch; its next step is `prompt_step`. On an exception nothing is held.
-
-        Raises:
-            ValueError: a row does not begin with the lease's tokens.
-            OutOfBlocks: the pool cannot hold the rows.
-        """
-        batch = Batch([Sequence(bytearray(key)) for key in keys], (), options, counted)
-        try:
-            with self.lock:
-                self._collect()
-                batch.namespace = self.full_namespace(options.namespace) if lease is None else lease.namespace
-                self._live.add(batch)
-                try:
-                    admit_rows(self, batch, num_logits, lease, whole_blocks=False)
-                except OutOfBlocks:
-                    # A partly matched block is held while the row writes its own copy. In a pool this tight its tokens are computed again.
-                    let_go(self, batch.sequences)
-                    batch.sequences = [Sequence(bytearray(key)) for key in keys]
-                    admit_rows(self, batch, num_logits, lease, whole_blocks=True)
-                if lease is not None:
-                    batch.lent = lease
-                    lease.lend()
-                if counted:
-                    self._count_requests(batch)
-        except BaseException:  # an interrupt while events are told included
-            self.discard(batch)
-            raise
-        return batch
-
-    @contextmanager
-    def prompt_step(self, batch: Batch) -> Iterator[Step]:
-        """The first step of a batch: compute what no row could reuse. Leaving the block normally commits it as stored."""
-        with self.lock:
-            _require_open(batch)
-            sequences = batch.sequences
-            num_tokens = sum(sequence.num_tokens - sequence.hit_len for sequence in sequences)
-            self._count_computed(batch, num_tokens)
-            batch.step_rows = tuple(range(len(sequences)))
-            with (
-                self._steps.prompt(sequences, batch.carried) as step,
-                self.meter.measure(num_tokens) if batch.counted else nullcontext(),
-            ):
-                yield step
-            for sequence in sequences:
-                sequence.num_stored = sequence.num_tokens
-
-    @contextmanager
-    def decode_step(self, batch: Batch, rows: Seq[int], token_ids: Seq[int], num_rows: int | None = None) -> Iterator[Step]:
-        """Append one token to each of `rows` and compute it. Leaving the block normally commits it as stored.
-
-        Args:
-            batch: admitted, its prompt step done. rows: which of its rows. token_ids: one per row.
-            num_rows: Triton only: rows of the step's tensors, those past the real ones empty, at addresses that stay for this number;
-                for steps that are captured.
-
-        Raises:
-            OutOfBlocks: a row needs a block and none can be had; what the rows stored before stays.
-        """
-        with self.lock:
-            self._collect()
-            _require_open(batch)
-            sequences = [batch.sequences[row] for row in rows]
-            if batch.step_rows != tuple(rows):
-                batch.step_rows, batch.carried = tuple(rows), {}
-            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
-                sequence.key += key.tobytes()
-            try:
-                self._make_room(batch, sequences)
-                self._count_computed(batch, len(sequences))
-                with self._steps.decode(sequences, batch.carried, num_rows) as step:
-                    yield step
-            except BaseException:
-                for sequence in sequences:
-                    truncate_row(self, sequence, sequence.num_stored)
-                raise
-            for sequence in sequences:
-                sequence.num_stored = sequence.num_tokens
-
-    @contextmanager
-    def extend_step(
-        self, batch: Batch, rows: Seq[int], keys: Seq[bytes], num_logits: Seq[int], *, is_prompt: bool
-    ) -> Iterator[Step]:
-        """Append several tokens to each of `rows` and compute those that are not cached. Leaving the block normally commits them as stored.
-
-        Args:
-            batch: admitted, its prompt step done. rows: which of its rows, each once. keys: the tokens of each, at least one.
-            num_logits: per row, how many of its last tokens must be computed because their logits are asked for (at least 1 always is).
-            is_prompt: whether the statistics count them as tokens of prompts.
-
-        Raises:
-            OutOfBlocks: as for `decode_step`.
-        """
-        with self.lock:
-            self._collect()
-            _require_open(batch)
-            sequences = [batch.sequences[row] for row in rows]
-            before = [sequence.num_tokens for sequence in sequences]
-            batch.step_rows, batch.carried = (), {}
-            try:
-                num_found = append_tokens(self, batch, sequences, keys, num_logits)
-                num_computed = sum(sequence.num_tokens - sequence.num_stored for sequence in sequences)
-                self._count_computed(batch, num_computed)
-                if is_prompt and batch.counted:
-                    self._counters.prompt_tokens += num_found + num_computed
-                    self._counters.cached_tokens += num_found
-                with self._steps.prompt(sequences, {}) as step:
-                    yield step
-            except BaseException:
-                for sequence, num_tokens in zip(sequences, before, strict=True):
-                    truncate_row(self, sequence, num_tokens)
-                raise
-            for sequence in sequences:
-                sequence.num_stored = sequence.num_tokens
-
-    def truncate(self, batch: Batch, num_tokens: Seq[int]) -> None:
-        """Take what lies past so many tokens off each row of a batch that is open; a row that is shorter stays as it is."""
-        with self.lock:
-            _require_open(batch)
-            batch.may_share, batch.step_rows, batch.carried = True, (), {}
-            for sequence, length in zip(batch.sequences, num_tokens, strict=True):
-                truncate_row(self, sequence, length)
-
-    def rearrange(self, batch: Batch, order: Seq[int]) -> None:
-        """Let row i of an open batch become what row order[i] was. Rows that are named several times share their blocks from then on."""
-        with self.lock:
-            _require_open(batch)
-            old = batch.sequences
-            if list(order) == list(range(len(old))):
-                return
-            rows: dict[int, Sequence] = {}
-            new: list[Sequence] = []
-            try:
-                for row in order:
-                    new.append(fork_row(self, old[row]) if row in rows else rows.setdefault(row, old[row]))
-            except BaseException:
-                let_go(self, [sequence for sequence in new if all(sequence is not other for other in old)])
-                raise
-            batch.sequences, batch.may_share = new, True
-            batch.step_rows, batch.carried = (), {}
-            let_go(self, [sequence for row, sequence in enumerate(old) if row not in rows])
-
-    def fork(self, batch: Batch) -> Batch:
-        """A second batch with the rows of an open one, in the same blocks; both go their own ways from here."""
-        with self.lock:
-            self._collect()
-            _require_open(batch)
-            forked = Batch([], batch.namespace, batch.options, batch.counted)
-            self._live.add(forked)
-            try:
-                for sequence in batch.sequences:
-                    forked.sequences.append(fork_row(self, sequence))
-            except BaseException:
-                self._discard(forked)
-                raise
-            batch.may_share = forked.may_share = True
-            return forked
-
-    def store(self, batch: Batch, priority: int | None = None) -> None:
-        """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
-
-        Args:
-            batch: whose steps are done. priority: see `match_prefix`; None takes that of the caller's lease.
-        """
-        self.tree.require_priority("insert", priority)
-        with self.lock:
-            if batch.closed:
-                return
-            if not batch.options.store or self.is_stale(batch):
-                self._discard(batch)
-                return
-            if priority is None and batch.lent is not None:
-                priority = batch.lent.priority
-            for sequence in batch.sequences:
-                self._insert(sequence, batch.namespace, priority)
-            self._discard(batch)
-
-    def is_stale(self, batch: Batch) -> bool:
-        """Whether a batch was computed with weights that have changed since."""
-        return batch.namespace[0] != self.full_namespace()[0]
-
-    def discard(self, batch: Batch) -> None:
-        """Let go of everything the batch's rows hold, storing nothing. A closed batch is left alone."""
-        with self.lock:
-            self._discard(batch)
-
-    def insert_computed(self, token_ids, keys: Seq[torch.Tensor], values: Seq[torch.Tensor], priority: int | None = None) -> None:
-        """Store K/V that somebody else computed.
-
-        Args:
-            token_ids: [n] token ids.
-            keys, values: per layer [n, num_kv_heads, head_dim], rotated as the model's attention wants them.
-            priority: see `match_prefix`.
-
-        Raises:
-            ValueError: the policy takes no such priority.
-            OutOfBlocks: the pool cannot hold them.
-        """
-        self.tree.require_priority("insert", priority)
-        key = token_key(token_ids)
-        batch = self.admit([key], [1], counted=False)
-        try:
-            with self.prompt_step(batch) as step:
-                step.begin()
-                first = batch.sequences[0].hit_len
-                for layer, (k, v) in enumerate(zip(keys, values, strict=True)):
-                    step.store(layer, k[first:].transpose(0, 1)[None], v[first:].transpose(0, 1)[None])
-        except BaseException:
-            self.discard(batch)
-            raise
-        self.store(batch, priority)
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Take free blocks, evicting what is needed and no more. The caller holds the lock.
-
-        Raises:
-            OutOfBlocks: not even evicting everything would do; nothing is evicted.
-        """
-        short = num_blocks - self.pool.num_free
-        if short > 0:
-            if short > self._num_freeable():
-                self._shrink_leases()
-            evictable = self._num_freeable()
-            if short > evictable:
-                free, block_size = self.pool.num_free, self.pool.block_size
-                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
-            while short > 0:  # again, if a block went that a row holds too
-                self._evict(short)
-                short = num_blocks - self.pool.num_free
-        return self.pool.allocate(num_blocks)
-
-    @property
-    def num_allocatable(self) -> int:
-        """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
-        return self.pool.num_free + self._num_freeable()
-
-    # Inside, under the lock -----------------------------------------------------------------------------------------------------------
-
-    def _lease(self, key: bytes, namespace: tuple, priority: int | None = None) -> Lease:
-        """Hold the longest cached prefix, what is in host memory included."""
-        full_namespace = self.full_namespace(namespace)
-        self.tree.require_priority("match_prefix", priority)
-        if self.tier is not None:
-            self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
-        return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
-
-    def _num_freeable(self) -> int:
-        """Blocks that evicting would free: not those that a forked row, which has been stored meanwhile, left to another one too."""
-        held = Counter(
-            block for batch in self._live if batch.may_share for row in batch.sequences for block in row.blocks[row.num_leased :]
-        )
-        num_shared = sum(self.pool.reference_count(block) > count for block, count in held.items())
-        return max(0, self.tree.num_evictable_blocks - num_shared)
-
-    def _evict(self, num_blocks: int) -> None:
-        victims: dict[Node, Victim] = {}
-
-        def note(node: Node) -> None:
-            if node not in victims and not self.tree.is_stale(node):
-                victims[node] = path_of(node)
-
-        given_up = self.tree.evict(num_blocks, None if self.tier is None else note)
-        try:
-            if self.tier is not None:
-                self.tier.store(list(victims.values()))
-        finally:
-            self.pool.release(given_up)
-
-    def _clear(self, reason: str) -> None:
-        self._collect()
-        if self.tier is not None:
-            self.tier.clear()
-        self.pool.release(self.tree.clear(reason))
-
-    def _collect(self) -> None:
-        while self.returned:
-            self._discard(self.returned.popleft())
-
-    def _synchronize(self) -> None:
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.device)
-
-    def _count_computed(self, batch: Batch, num_tokens: int) -> None:
-        if batch.counted:
-            self._counters.computed_tokens += num_tokens
-
-    def _shrink_leases(self) -> None:
-        """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""
-        for batch in self._live:
-            for sequence in batch.sequences:
-                leased_len = sequence.num_leased * self.pool.block_size
-                if sequence.num_stored and sequence.lease is not None and sequence.lease.length > leased_len:
-                    shorter = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), batch.namespace, leased_len))
-                    sequence.lease.release()
-                    sequence.lease = shorter
-
-    def _insert(self, sequence: Sequence, namespace: tuple, priority: int | None) -> None:
-        """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
-        if sequence.num_stored == 0:
-            return
-        if sequence.lease is not None:  # first, so that a leaf nobody else holds can grow in place
-            sequence.lease.release()
-            sequence.lease = None
-        num_blocks = -(-sequence.num_stored // self.pool.block_size)
-        key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
-        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace, priority)
-        own = range(sequence.num_leased, len(sequence.blocks))
-        unused = [sequence.blocks[i] for i in own if i < inserted.first_adopted or i >= num_blocks]
-        sequence.blocks, sequence.num_leased = inserted.blocks, num_blocks
-        self.pool.release(unused)
-        self.pool.release(inserted.replaced)
-
-    def _discard(self, batch: Batch) -> None:
-        if batch.closed:
-            return
-        batch.closed, batch.carried = True, {}
-        self._live.discard(batch)
-        let_go(self, batch.sequences)
-        if batch.lent is not None:
-            batch.lent.give_back()
-
-    def _make_room(self, batch: Batch, sequences: list[Sequence]) -> None:
-        """Give rows that are one token longer the block for it, if it takes one."""
-        if batch.may_share:
-            make_writable(self, sequences)
-            return
-        full = [sequence for sequence in sequences if sequence.num_stored == len(sequence.blocks) * self.pool.block_size]
-        for sequence, block in zip(full, self.allocate(len(full)), strict=True):
-            sequence.blocks.append(block)
-
-    def _count_requests(self, batch: Batch) -> None:
-        counters, listener = self._counters, self.tree.history.listener
-        if batch.lent is None:
-            counters.lookups += len(batch.sequences)
-        for sequence in batch.sequences:
-            if sequence.lease is not None:
-                sequence.lease.count_hit()
-            if listener is not None and sequence.hit_len:
-                listener(Hit(self.tree.tick(), batch.namespace, bytes(sequence.key), sequence.hit_len))
-            counters.requests += 1
-            counters.hits += 2 * sequence.hit_len >= sequence.num_tokens
-            counters.prompt_tokens += sequence.num_tokens
-            counters.cached_tokens += sequence.hit_len
-
-
-def require_namespace(function: str, namespace: tuple) -> None:
-    """Raise ValueError unless namespace is a tuple that can be looked up."""
-    if not isinstance(namespace, tuple):
-        raise ValueError(f"{function}: namespace must be a tuple, got {type(namespace).__name__}")
-    try:
-        hash(namespace)
-    except TypeError as error:
-        raise ValueError(f"{function}: namespace must hold hashable values only: {error}") from None
-
-
-def _require_open(batch: Batch) -> None:
-    if batch.closed:
-        raise RuntimeError("this batch was already stored or dropped: start a new generate()")

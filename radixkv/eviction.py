@@ -16,9 +16,10 @@ from radixkv.node import Node
 from radixkv.token_key import TOKEN_BYTES
 
 _LN2 = 0.6931471805599453
+_MAX_PRIORITY = 2**53
 
 
-class SlruQueue(Eviction):
+class SlruQueue(LruQueue):
     """Segmented LRU: what was leased since it was stored is protected, and goes after what never was.
 
     No more of the waiting leaves are protected than are not: beyond that the least recently used of them join the others, as if
@@ -31,26 +32,25 @@ class SlruQueue(Eviction):
 
     def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
         super().__init__(block_size, clock)
-        self._others = LruQueue(block_size, self.clock)
         self._protected = LruQueue(block_size, self.clock)
         # Protected leaves less others, never above 0 between two calls: each adds one at most, and a demotion takes off two.
         self._surplus = 0
 
     def add(self, leaf: Node) -> None:
-        leaf.worth = False
-        self._surplus -= 1
-        self._others.add(leaf)
+        leaf.worth, surplus = False, self._surplus - 1
+        LruQueue.add(self, leaf)
+        self._surplus = surplus
 
     def renew(self, node: Node) -> None:
-        (self._protected if node.worth else self._others).touch(node)
+        LruQueue.touch(self._protected if node.worth else self, node)
 
     def touch(self, node: Node) -> None:
         node.stamp, node.worth = next(self.clock), True
 
     def restore(self, leaf: Node) -> None:
-        leaf.worth = True
+        leaf.worth, surplus = True, self._surplus + 1
         self._protected.add(leaf)
-        self._surplus += 1
+        self._surplus = surplus
         self._balance()
 
     def expose(self, leaf: Node) -> None:
@@ -59,7 +59,7 @@ class SlruQueue(Eviction):
             self._surplus += 1
             self._balance()
         else:
-            self._others.expose(leaf)
+            LruQueue.expose(self, leaf)
             self._surplus -= 1
 
     def discard(self, node: Node) -> None:
@@ -69,19 +69,37 @@ class SlruQueue(Eviction):
             self._protected.discard(node)
             self._surplus -= 1
         else:
-            self._others.discard(node)
+            LruQueue.discard(self, node)
             self._surplus += 1
-            self._balance()
+            if self._surplus > 0:
+                self._balance()
 
     def absorb(self, parent: Node, child: Node) -> None:
-        parent.stamp = max(parent.stamp, child.stamp)
-        parent.worth = bool(parent.worth or child.worth)
+        # For each victim, and a call of the base's would take as long as the rest.
+        if child.stamp > parent.stamp:
+            parent.stamp = child.stamp
+        if child.worth:
+            parent.worth = True
 
-    def first(self) -> Node | None:
-        return self._others.first() or self._protected.first()
+    def save_worth(self, node: Node) -> float:
+        return float(bool(node.worth))
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        if bool(worth) == bool(node.worth) or not node.place:
+            node.worth = bool(worth)
+            LruQueue.touch(self._protected if worth else self, node)
+            return
+        self.discard(node)
+        if worth:
+            self.restore(node)
+        else:
+            self.add(node)
+
+    def first_of_others(self) -> Node | None:
+        return self._protected.first()
 
     def nodes(self) -> list[Node]:
-        return self._others.nodes() + self._protected.nodes()
+        return LruQueue.nodes(self) + self._protected.nodes()
 
     def _balance(self) -> None:
         if self._surplus > 0:
@@ -122,8 +140,14 @@ class LfuQueue(HeapQueue):
         node.worth = (node.worth or 0) + 1
 
     def absorb(self, parent: Node, child: Node) -> None:
-        parent.stamp = max(parent.stamp, child.stamp)
+        super().absorb(parent, child)
         parent.worth = (parent.worth or 0) + child.worth
+
+    def save_worth(self, node: Node) -> float | None:
+        return node.worth
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else int(worth))
 
 
 class PriorityQueue(HeapQueue):
@@ -142,8 +166,15 @@ class PriorityQueue(HeapQueue):
     restore = HeapQueue.add
 
     def absorb(self, parent: Node, child: Node) -> None:
-        parent.stamp = max(parent.stamp, child.stamp)
+        super().absorb(parent, child)
         parent.worth = child.worth if parent.worth is None else max(parent.worth, child.worth)
+
+    def save_worth(self, node: Node) -> float | None:
+        # Those that no float has exactly are the highest or the lowest.
+        return None if node.worth is None else float(max(-_MAX_PRIORITY, min(node.worth, _MAX_PRIORITY)))
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else int(worth))
 
     def set_priority(self, node: Node, priority: int) -> None:
         node.worth = priority
@@ -180,8 +211,14 @@ class CostQueue(HeapQueue):
         node.worth = _log2_of_sum(node.worth, self._age)
 
     def absorb(self, parent: Node, child: Node) -> None:
-        parent.stamp = max(parent.stamp, child.stamp)
+        super().absorb(parent, child)
         parent.worth = _log2_of_sum(parent.worth, child.worth)
+
+    def save_worth(self, node: Node) -> float | None:
+        return None if node.worth is None else node.worth - self._age
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        super().recall(node, None if worth is None else worth + self._age)
 
     def trim(self, leaf: Node) -> None:
         self._push(leaf)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import count
 from typing import Any, ClassVar
@@ -30,8 +29,10 @@ class Eviction(ABC):
     Attributes:
         name: what a user calls it.
         takes_priority: whether `set_priority` means anything to it.
+        takes_whole_leaves: whether all blocks of the first leaf go before any other leaf's would: what has a `num_at_once` of its own
+            says itself how many do.
 
-    Of a node a policy writes `stamp`, `worth` and `place`; `place` is falsy for a node that does not wait here.
+    Of a node a policy writes `stamp`, `worth`, `place`, `older` and `newer`; `place` is falsy for a node that does not wait here.
     """
 
     name: ClassVar[str]
@@ -40,6 +41,7 @@ class Eviction(ABC):
     def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
         self.block_size = block_size
         self.clock = count(1) if clock is None else clock
+        self.takes_whole_leaves = type(self).num_at_once is Eviction.num_at_once
 
     @abstractmethod
     def add(self, leaf: Node) -> None:
@@ -79,10 +81,19 @@ class Eviction(ABC):
 
     def absorb(self, parent: Node, child: Node) -> None:
         """A child leaves the tree: whoever used it used all above it."""
-        parent.stamp = max(parent.stamp, child.stamp)
+        if child.stamp > parent.stamp:
+            parent.stamp = child.stamp
 
     def trim(self, leaf: Node) -> None:  # noqa: B027 - most policies have nothing to do here
         """A waiting leaf has lost blocks from its end, not all of them."""
+
+    def save_worth(self, node: Node) -> float | None:
+        """A node's `worth`, as it is saved with a cache; None for nothing."""
+        return None
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        """A node was loaded from a file: it was used last now, and is worth what `save_worth` said, if that was of the same policy."""
+        self.renew(node)
 
     def set_priority(self, node: Node, priority: int) -> None:  # noqa: B027
         """The user gave a priority to a node; only with `takes_priority`."""
@@ -99,47 +110,69 @@ class LruQueue(Eviction):
 
     def __init__(self, block_size: int, clock: Iterator[int] | None = None) -> None:
         super().__init__(block_size, clock)
-        self._used: OrderedDict[Node, None] = OrderedDict()
+        # No leaf, but where the ring of those that were used begins and ends: `newer` is the least recently used of them. Each node has
+        # its own links, so that taking one out reads its neighbours only, and no table of all.
+        self._ends = Node(b"", [], None)
+        self._ends.older = self._ends.newer = self._ends
         # A node that leaves the heap leaves its entry behind. Only evictions add entries, and what is older than the leaf that
         # an eviction takes has come up before, so there are never more entries than the tree had nodes.
         self._exposed: list[tuple[int, int, Node]] = []
 
     def add(self, leaf: Node) -> None:
         leaf.stamp = next(self.clock)
-        leaf.place = _USED
-        self._used[leaf] = None
+        self._link(leaf)
 
     def touch(self, node: Node) -> None:
         node.stamp = next(self.clock)
-        if node.place == _USED:
-            self._used.move_to_end(node)
-        elif node.place == _EXPOSED:
-            node.place = _USED
-            self._used[node] = None
+        if node.place:
+            # This class's own: a policy built on it may do more when a leaf stops to wait, and this one does not.
+            LruQueue.discard(self, node)
+            self._link(node)
+
+    def recall(self, node: Node, worth: float | None) -> None:
+        LruQueue.touch(self, node)
 
     renew = touch
     restore = add
 
     def expose(self, leaf: Node) -> None:
-        leaf.place = _EXPOSED
         heapq.heappush(self._exposed, (leaf.stamp, next(self.clock), leaf))
+        leaf.place = _EXPOSED
 
     def discard(self, node: Node) -> None:
         if node.place == _USED:
-            del self._used[node]
+            older, newer = node.older, node.newer
+            older.newer = newer
+            newer.older = older
+            node.older = node.newer = None
         node.place = _NOWHERE
 
     def first(self) -> Node | None:
-        exposed = self._exposed
-        while exposed and not _is_current(exposed[0]):
-            heapq.heappop(exposed)
-        used = next(iter(self._used), None)
-        if exposed and (used is None or exposed[0][0] < used.stamp):
-            return exposed[0][2]
-        return used
+        used, exposed = self._ends.newer, self._exposed
+        if exposed:
+            while exposed and not _is_current(exposed[0]):
+                heapq.heappop(exposed)
+            if exposed and (used is self._ends or exposed[0][0] < used.stamp):
+                return exposed[0][2]
+        return self.first_of_others() if used is self._ends else used
+
+    def first_of_others(self) -> Node | None:
+        """What goes when none of these leaves waits: nothing, unless a policy has others beside them."""
+        return None
 
     def nodes(self) -> list[Node]:
-        return sorted([*self._used, *(entry[2] for entry in self._exposed if _is_current(entry))], key=lambda node: node.stamp)
+        waiting = [entry[2] for entry in self._exposed if _is_current(entry)]
+        used = self._ends.newer
+        while used is not self._ends:
+            waiting.append(used)
+            used = used.newer
+        return sorted(waiting, key=lambda node: node.stamp)
+
+    def _link(self, leaf: Node) -> None:
+        ends = self._ends
+        newest = ends.older
+        leaf.place, leaf.older, leaf.newer = _USED, newest, ends
+        newest.newer = ends.older = leaf
 
 
 class HeapQueue(Eviction):
@@ -176,9 +209,17 @@ class HeapQueue(Eviction):
 
     restore = add
 
+    def recall(self, node: Node, worth: float | None) -> None:
+        node.stamp = next(self.clock)
+        if worth is not None or not node.place:
+            node.worth = worth
+        if node.place:
+            self._push(node)
+
     def expose(self, leaf: Node) -> None:
-        self._num_waiting += 1
+        num_waiting = self._num_waiting + 1
         self._push(leaf)
+        self._num_waiting = num_waiting
 
     def discard(self, node: Node) -> None:
         if node.place:
@@ -195,8 +236,9 @@ class HeapQueue(Eviction):
         return [entry[3] for entry in sorted(entry for entry in self._heap if entry[3].place is entry)]
 
     def _push(self, leaf: Node) -> None:
-        entry = leaf.place = (self.rank(leaf), leaf.stamp, next(self.clock), leaf)
+        entry = (self.rank(leaf), leaf.stamp, next(self.clock), leaf)
         heapq.heappush(self._heap, entry)
+        leaf.place = entry
         if len(self._heap) > 2 * self._num_waiting + 64:
             self._heap = [entry for entry in self._heap if entry[3].place is entry]
             heapq.heapify(self._heap)

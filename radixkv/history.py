@@ -82,11 +82,10 @@ class History:
 
     def store(self, tree: RadixTree, key: bytes, num_bytes: int, namespace: tuple) -> None:
         """An insertion of `key` brought its last num_bytes."""
-        self.num_insertions += 1
-        if num_bytes:
-            self.stored_tokens += num_bytes // TOKEN_BYTES
-            if self.listener is not None:
-                self.listener(Stored(tree.tick(), namespace, key, num_bytes // TOKEN_BYTES))
+        num_insertions, stored_tokens = self.num_insertions + 1, self.stored_tokens + num_bytes // TOKEN_BYTES
+        if num_bytes and self.listener is not None:
+            self.listener(Stored(tree.tick(), namespace, key, num_bytes // TOKEN_BYTES))
+        self.num_insertions, self.stored_tokens = num_insertions, stored_tokens
 
     def begin(self, reason: str, step: int) -> None:
         """From now on nodes are given up for this reason. Until `end` the tree changes in no other way."""
@@ -99,25 +98,28 @@ class History:
             self.listener(Evicted(self._step, namespace_of(_root_key(leaf)), path_key(leaf), num_tokens, self._reason))
         if self._reason != "room":
             return
-        if num_kept or leaf in self._trimmed:
+        if num_kept or (self._trimmed and leaf in self._trimmed):
             self._note_trimmed(leaf, num_kept)
             return
-        parent, places = leaf.parent, self._places
+        parent, start, edge = leaf.parent, leaf.start, leaf.edge
         assert parent is not None
-        places.pop(leaf, None)
-        place = places.get(parent)
+        place = self._places.get(parent)
         if place is None or place[0] is not parent.edge:
             place = self._place(parent)
         # A plain tuple in the order of EvictedRun, which takes as long to make as all else here.
-        self._runs.append((self._step, place[2], leaf.start, leaf.start + len(leaf.edge), place[1], leaf.edge[:HEAD_BYTES]))
+        self._runs.append((self._step, place[2], start, start + len(edge), place[1], edge[:HEAD_BYTES]))
+
+    def lose_children(self, node: Node) -> None:
+        """A node has lost its last child."""
+        self._places.pop(node, None)
 
     def end(self, num_tokens: int, num_blocks: int) -> None:
         """What was begun is over, and so many tokens and blocks are gone."""
         if len(self._places) > NUM_RUNS:
             self._places.clear()
         if self._reason == "room":
-            self.evicted_tokens += num_tokens
-            self.evicted_blocks += num_blocks
+            evicted_tokens, evicted_blocks = self.evicted_tokens + num_tokens, self.evicted_blocks + num_blocks
+            self.evicted_tokens, self.evicted_blocks = evicted_tokens, evicted_blocks
         else:
             self.dropped = Dropped(self._step, self._reason, num_tokens)
             self._runs.clear()
@@ -165,7 +167,6 @@ class History:
             if len(self._trimmed) > NUM_RUNS:
                 del self._trimmed[next(iter(self._trimmed))]
         else:
-            self._places.pop(leaf, None)
             assert leaf.parent is not None
             _, checksum, root_key = self._place(leaf.parent)
             self._runs.append(EvictedRun(self._step, root_key, start, end, checksum, head))

@@ -17,7 +17,7 @@ from radixkv.token_key import TOKEN_BYTES, namespace_of
 from radixkv.tree import RadixTree
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
+    from radixkv.storage import CacheStorage
 
 
 class Victim(NamedTuple):
@@ -92,7 +92,7 @@ class HostTier:
             _insert(self.tree, self.pool, key, blocks, num_known, victim.namespace)
             self.stored_tokens += len(key) // TOKEN_BYTES - num_known * self.pool.block_size
 
-    def restore(self, cache: PrefixCache, key: bytes, namespace: tuple, limit: int) -> None:
+    def restore(self, cache: CacheStorage, key: bytes, namespace: tuple, limit: int) -> None:
         """Bring back into the cache's pool and tree what is here of a prompt beyond what the pool has; nothing if there is no room.
 
         Args:

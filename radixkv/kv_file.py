@@ -25,7 +25,7 @@ from pathlib import Path
 
 PIECE_BYTES = 1 << 20
 CHECKSUM_BYTES = 4
-ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "U8": 1}
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1}
 _CHECKSUMS = "checksums"
 _LENGTH_BYTES = 8
 _TEMPORARY = ".radixkv-tmp"

@@ -69,6 +69,10 @@ class Lease:
             self.tree.returned.append(self._node)
         self._node = None
 
+    def hold(self, node: Node) -> None:
+        """What the tree does with a lease that it made, once it has counted it."""
+        self._node = node
+
     def count_hit(self) -> None:
         """A prompt was admitted that reuses the prefix."""
         if self._node is not None:

@@ -1,144 +1,77 @@
-"""What of a saved file goes where: the most recently used prefixes first, as many as free blocks take."""
+"""What of a saved file goes where: the most recently used prefixes first, as many as free blocks take.
+
+The file's nodes are gone through from the top to the bottom, each from where its parent ended: no prefix is looked up or built as a whole,
+so that the time follows from the tokens, however deep the tree is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from radixkv.token_key import TOKEN_BYTES
+from radixkv.forest import Forest
+from radixkv.node import Node, walk, walk_on
+from radixkv.saved_nodes import SavedNodes
+from radixkv.token_key import TOKEN_BYTES, namespace_key
 from radixkv.tree import RadixTree
 
 
 @dataclass(frozen=True)
-class SavedNodes:
-    """Runs of tokens, each continuing the prefix of its parent, as a file has them.
+class PlannedRun:
+    """Tokens to be stored below what is there by then.
 
     Attributes:
-        parents: int64 [num_nodes], an earlier node or -1.
-        positions: int64 [num_nodes], where each run begins in its prefix; what precedes it are the first tokens of its parent's prefix,
-            of which it may leave the last ones out.
-        namespace_ids: int64 [num_nodes], into `namespaces`, a parent's like its child's. lengths: int64 [num_nodes], tokens of each.
-        ranks: int64 [num_nodes], the order of their last uses, the earliest first.
-        tokens: the tokens of all nodes, in their order, as key bytes. namespaces: without the version of the weights.
+        nodes: the saved nodes that it goes through, each the parent of the next; it ends in the last one or at its end.
+        above: the parent of the first, -1 for none. begin: where the run starts, a block border at or before that node's position.
+        end: where it ends. first_block: the first of its prefix's blocks that is new. num_blocks: how many are; with 0 all is there.
     """
 
-    NUM_COLUMNS: ClassVar[int] = 5
-
-    parents: np.ndarray
-    positions: np.ndarray
-    namespace_ids: np.ndarray
-    lengths: np.ndarray
-    ranks: np.ndarray
-    tokens: bytes
-    namespaces: list[tuple]
-
-    @classmethod
-    def from_bytes(cls, columns: bytes, tokens: bytes, namespaces: list[tuple]) -> SavedNodes:
-        """What `to_array` made. Raises ValueError for what no tree can be."""
-        parents, positions, namespace_ids, lengths, ranks = np.frombuffer(columns, "<i8").reshape(-1, cls.NUM_COLUMNS).T.copy()
-        inner = parents >= 0
-        above = parents[inner]
-        if (
-            (parents < -1).any()
-            or (parents >= np.arange(len(parents))).any()
-            or (namespace_ids < 0).any()
-            or (namespace_ids >= len(namespaces)).any()
-            or (namespace_ids[inner] != namespace_ids[above]).any()
-            or (positions[~inner] != 0).any()
-            or (positions < 0).any()
-            or (positions[inner] > positions[above] + lengths[above]).any()
-            or (lengths < 1).any()
-            or (lengths > len(tokens)).any()
-            or int(lengths.sum()) * TOKEN_BYTES != len(tokens)
-            or (np.frombuffer(tokens, "<i4") < 0).any()
-        ):
-            raise ValueError("its nodes are not those of a tree")
-        return cls(parents, positions, namespace_ids, lengths, ranks, tokens, namespaces)
-
-    def to_array(self) -> np.ndarray:
-        """int64 [num_nodes, 5]."""
-        return np.ascontiguousarray(np.stack([self.parents, self.positions, self.namespace_ids, self.lengths, self.ranks], 1), "<i8")
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
-
-    @cached_property
-    def links(self) -> list[tuple[int, int, int]]:
-        """Per node its parent, its position, and its place in the file less that position; lists, which walks read in half the time."""
-        offsets = np.cumsum(self.lengths) - self.lengths - self.positions
-        return list(zip(self.parents.tolist(), self.positions.tolist(), offsets.tolist(), strict=True))
-
-    def num_path_tokens(self, node: int) -> int:
-        """Tokens from the top to the end of a node."""
-        return int(self.positions[node] + self.lengths[node])
-
-    def spans(self, node: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Where positions [begin, end) of the prefix of a node lie: (node, first, last + 1 in the file), from the end backwards."""
-        links = self.links
-        while node >= 0 and begin < end:
-            parent, position, offset = links[node]
-            if position < end:
-                yield node, max(begin, position) + offset, end + offset
-                end = position
-            node = parent
-
-    def key(self, node: int, end: int) -> bytes:
-        """The first `end` tokens of the prefix that a node ends."""
-        parts = [self.tokens[first * TOKEN_BYTES : last * TOKEN_BYTES] for _, first, last in self.spans(node, 0, end)]
-        return b"".join(reversed(parts))
-
-    def rows(self, node: int, begin: int, end: int) -> np.ndarray:
-        """int64 [end - begin], where those positions of the prefix of a node lie in the file."""
-        parts = [np.arange(first, last) for _, first, last in self.spans(node, begin, end)]
-        return np.concatenate(parts[::-1])
-
-
-@dataclass(frozen=True)
-class PlannedPath:
-    """A prefix to be inserted: the first `end` tokens of the one that a saved node ends.
-
-    Attributes:
-        first_block: the first block that is new; those before are in the tree by then. num_blocks: how many are new.
-    """
-
-    node: int
+    nodes: tuple[int, ...]
+    above: int
+    begin: int
     end: int
     first_block: int
     num_blocks: int
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoadPlan:
-    """The prefixes to be inserted, in this order, and how many of the file's tokens were known and will be loaded."""
+    """The runs to be stored, in this order.
+
+    Attributes:
+        known: per saved node how many tokens of its prefix are cached already. places: where they end in the tree; None if there are none.
+        reached: how many tokens of its prefix will be there; 0 for a node that no run goes through.
+        num_known, num_loaded: how many of the file's tokens were known and will be loaded.
+    """
 
     nodes: SavedNodes
-    paths: list[PlannedPath] = field(default_factory=list)
-    num_known: int = 0
-    num_loaded: int = 0
+    runs: list[PlannedRun]
+    known: list[int]
+    places: list[Node | None]
+    reached: list[int]
+    num_known: int
+    num_loaded: int
 
     def tokens(self, blocks: np.ndarray, block_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the K/V of the new blocks comes from and goes to.
 
         Args:
-            blocks: int64, the new blocks of all paths, one path after the other.
+            blocks: int64, the new blocks of all runs, one run after the other.
             block_size: of the pool.
 
         Returns:
             int64 arrays of equal length: tokens by their places in the file, and slots of the pool.
         """
         rows, slots, taken = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], 0
-        for path in self.paths:
-            if path.num_blocks:
-                begin = path.first_block * block_size
-                rows.append(self.nodes.rows(path.node, begin, path.end))
-                own = blocks[taken : taken + path.num_blocks]
-                slots.append((own[:, None] * block_size + np.arange(block_size)).reshape(-1)[: path.end - begin])
-            taken += path.num_blocks
+        for run in self.runs:
+            if run.num_blocks:
+                begin = run.first_block * block_size
+                rows.append(self.nodes.rows(run.nodes[-1], begin, run.end))
+                own = blocks[taken : taken + run.num_blocks]
+                slots.append((own[:, None] * block_size + np.arange(block_size)).reshape(-1)[: run.end - begin])
+            taken += run.num_blocks
         return np.concatenate(rows), np.concatenate(slots)
 
 
@@ -151,63 +84,90 @@ def plan_load(nodes: SavedNodes, namespaces: Sequence[tuple], tree: RadixTree, n
         tree: what is cached already.
         num_free: blocks that may be taken.
     """
-    merged = _Merged(nodes, namespaces, tree)
-    chosen = []
-    state = np.zeros(nodes.num_tokens, np.int8)  # 0 left out, 1 known, 2 loaded
-    whole = np.zeros(len(nodes.parents), bool)
+    known, places = _find_known(nodes, namespaces, tree)
+    chosen = _Chosen(nodes, known, tree.block_size, num_free)
     for node in np.argsort(-nodes.ranks, kind="stable").tolist():
-        if whole[node]:
-            continue
-        num_tokens = nodes.num_path_tokens(node)
-        key = nodes.key(node, num_tokens)
-        cached, planned = merged.known(node, key)
-        path = merged.path(node, num_tokens, max(cached, planned), num_free)
-        if path.end > max(cached, planned):
-            chosen.append(path)
-            num_free -= path.num_blocks
-            merged.insert(path, key)
-        for part, first, last in nodes.spans(node, 0, max(path.end, planned, cached)):
-            if whole[part]:
-                break
-            # What is before `cached` was there; positions and places run alike within a node.
-            _, position, offset = nodes.links[part]
-            border = min(max(first, cached + offset), last)
-            state[first:border] = 1
-            state[border:last][state[border:last] == 0] = 2
-            whole[part] = last - offset - position == nodes.lengths[part]
-    # The least recently used first, so that the order of their uses is again what it was.
-    merged = _Merged(nodes, namespaces, tree)
-    plan = LoadPlan(nodes, num_known=int((state == 1).sum()), num_loaded=int((state == 2).sum()))
-    for path in reversed(chosen):
-        key = nodes.key(path.node, path.end)
-        path = merged.path(path.node, path.end, max(merged.known(path.node, key)), path.end)
-        merged.insert(path, key)
-        plan.paths.append(path)
-    return plan
+        chosen.add(node)
+    reached, positions = np.array(chosen.reached, np.int64), nodes.positions
+    num_known = np.clip(np.array(known, np.int64) - positions, 0, nodes.lengths)
+    num_new = np.maximum(reached - positions - num_known, 0)
+    return LoadPlan(nodes, chosen.runs, known, places, chosen.reached, int(num_known.sum()), int(num_new.sum()))
 
 
-class _Merged:
-    """A tree together with what is planned for it."""
+def _find_known(nodes: SavedNodes, namespaces: Sequence[tuple], tree: RadixTree) -> tuple[list[int], list[Node | None]]:
+    """Per saved node how much of its prefix is cached, and where that ends."""
+    roots = [tree.roots().get(namespace_key(namespace)) for namespace in namespaces]
+    namespace_ids, block_size, ends = nodes.namespace_ids.tolist(), tree.block_size, nodes.ends
+    known: list[int] = []
+    places: list[Node | None] = []
+    for node, (parent, position, _) in enumerate(nodes.links):
+        place: Node | None = roots[namespace_ids[node]] if parent < 0 else places[parent]
+        num_known = 0 if parent < 0 else known[parent]
+        if place is not None and num_known >= position:
+            begin = position // block_size * block_size
+            key = nodes.key(node, begin, ends[node])
+            place, start, matched = walk_on(place, begin * TOKEN_BYTES, key, block_size * TOKEN_BYTES)
+            num_known = (start + matched) // TOKEN_BYTES
+        known.append(num_known)
+        places.append(place)
+    return known, places
 
-    def __init__(self, nodes: SavedNodes, namespaces: Sequence[tuple], tree: RadixTree) -> None:
-        self._nodes, self._namespaces, self._tree = nodes, namespaces, tree
-        self._planned = RadixTree(tree.block_size)
 
-    def known(self, node: int, key: bytes) -> tuple[int, int]:
-        """How many of a prefix's tokens are in the tree, and how many are planned; a node says in which namespace."""
-        index = int(self._nodes.namespace_ids[node])
-        return self._tree.match_prefix(key, self._namespaces[index]).length, self._planned.match_prefix(key, (index,)).length
+class _Chosen:
+    """What was chosen so far, as a forest of its own."""
 
-    def path(self, node: int, end: int, known: int, num_free: int) -> PlannedPath:
-        """What inserting a prefix of which `known` tokens are there takes; it is cut to what fits in the free blocks."""
-        block_size = self._tree.block_size
-        if known >= end:
-            return PlannedPath(node, end, -(-end // block_size), 0)
-        first = known // block_size
-        num_blocks = min(-(-end // block_size) - first, num_free)
-        return PlannedPath(node, min(end, (first + num_blocks) * block_size), first, num_blocks)
+    def __init__(self, nodes: SavedNodes, known: list[int], block_size: int, num_free: int) -> None:
+        self.runs: list[PlannedRun] = []
+        self.reached = [0] * len(known)
+        self._nodes, self._known, self._num_free = nodes, known, num_free
+        self._block_size, self._block_bytes = block_size, block_size * TOKEN_BYTES
+        self._namespace_ids = nodes.namespace_ids.tolist()
+        self._forest: Forest = RadixTree(block_size).forest
+        self._places: list[Node | None] = [None] * len(known)
+        # For these or for what is above them there was no room; there will be none.
+        self._left_out = [False] * len(known)
 
-    def insert(self, path: PlannedPath, key: bytes) -> None:
-        """Plan to insert it; the key may go on beyond its end."""
-        blocks = [0] * (path.first_block + path.num_blocks)
-        self._planned.insert(key[: path.end * TOKEN_BYTES], blocks, (int(self._nodes.namespace_ids[path.node]),))
+    def add(self, node: int) -> None:
+        """Chooses a saved node, after what of the nodes above it is not chosen yet."""
+        nodes, ends = self._nodes, self._nodes.ends
+        chain = []
+        above = node
+        while above >= 0 and self.reached[above] < ends[above] and not self._left_out[above]:
+            chain.append(above)
+            above = nodes.links[above][0]
+        is_room = above < 0 or not self._left_out[above]
+        group: list[int] = []
+        for each in reversed(chain):
+            group.append(each)
+            # Where a node ends inside a block of this size, what follows it is stored together with it.
+            if is_room and (ends[each] % self._block_size == 0 or each == node):
+                is_room = self._choose(tuple(group))
+                if is_room:
+                    group = []
+        for each in group:
+            self._left_out[each] = True
+
+    def _choose(self, group: tuple[int, ...]) -> bool:
+        """Plans a run through nodes whose parent is chosen, as far as there is room; returns whether there was enough."""
+        nodes, block_size, last = self._nodes, self._block_size, group[-1]
+        above, position, _ = nodes.links[group[0]]
+        begin, end = position // block_size * block_size, nodes.ends[last]
+        key = nodes.key(last, begin, end)
+        place = self._forest.root_of((self._namespace_ids[last],)) if above < 0 else self._places[above]
+        assert place is not None
+        anchor = self._forest.node_at(place, begin * TOKEN_BYTES)
+        _, start, matched = walk(anchor, key, len(key), self._block_bytes)
+        there = max(self._known[last], (start + matched) // TOKEN_BYTES)
+        first_block, num_blocks = there // block_size, 0
+        if there < end:
+            num_blocks = min(-(-end // block_size) - first_block, self._num_free)
+            there = max(there, min(end, (first_block + num_blocks) * block_size))
+        self._num_free -= num_blocks
+        if there > begin:
+            self.runs.append(PlannedRun(group, above, begin, there, first_block, num_blocks))
+            added = self._forest.add_below(anchor, key[: (there - begin) * TOKEN_BYTES], [0] * -(-(there - begin) // block_size))
+            anchor = added.node
+        for each in group:
+            self._places[each] = anchor
+            self.reached[each] = min(there, nodes.ends[each])
+        return there == end

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from radixkv.events import CacheEvent, EventLock, EventLog
 from radixkv.explain import Explanation, explain
 from radixkv.metrics import metrics_of
+from radixkv.token_key import require_namespace
 
 if TYPE_CHECKING:
     from radixkv.host_tier import HostTier
@@ -49,9 +50,6 @@ class Observed:
         Raises:
             ValueError: token_ids is not a flat run of token ids, namespace is not a tuple, or tokenizer decodes nothing.
         """
-        # Here, because cache.py imports this module.
-        from radixkv.cache import require_namespace
-
         require_namespace("explain", namespace)
         with self.lock:
             host_tree = None if self.tier is None else self.tier.tree

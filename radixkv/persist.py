@@ -11,17 +11,20 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from radixkv.graft import fill
 from radixkv.kv_file import FileReader, TensorSpec, build_header, open_verified, replacing
-from radixkv.kv_transfer import read_pool, write_pools
-from radixkv.load_plan import LoadPlan, SavedNodes, plan_load
+from radixkv.kv_transfer import write_pools
+from radixkv.load_plan import plan_load
 from radixkv.pool import BlockPool
 from radixkv.saved_facts import decode_namespace, encode_namespace, normalize, require_same
+from radixkv.saved_nodes import SavedNodes
 from radixkv.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("radixkv")
 
-FORMAT, FORMAT_VERSION = "radixkv-prefixes", "1"
+FORMAT, FORMAT_VERSION = "radixkv-prefixes", "2"
 _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Fingerprint = Callable[[], Mapping[str, object]]
 
@@ -122,10 +125,12 @@ def save_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fi
                 "version": FORMAT_VERSION,
                 "fingerprint": json.dumps(facts),
                 "computed_tokens_per_s": json.dumps(cache.meter.tokens_per_s()),
+                "eviction": cache.tree.queue.name,
                 "namespaces": json.dumps([encode_namespace(namespace) for namespace in nodes.namespaces]),
             }
             file.write(build_header(specs, metadata))
             file.write(nodes.to_array().data)
+            file.write(nodes.worths.astype("<f8").data)
             file.write(nodes.tokens)
             write_pools(file, snapshot.sources)
         file.write_checksums()
@@ -139,14 +144,14 @@ def load_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fi
     started = time.perf_counter()
     path = Path(path)
     with open_verified(path) as file:
-        nodes, saved_facts, saved_rate = _read_index(file)
+        nodes, saved_facts, saved_rate = _read_index(file, cache.tree.queue.name)
         with cache.hold():
             require_same(path, saved_facts, _facts(cache, fingerprint))
             _require_specs(file, cache.pool, nodes)
             present = cache.full_namespace()[:1]
             namespaces = [present + namespace for namespace in nodes.namespaces]
             plan = plan_load(nodes, namespaces, cache.tree, cache.pool.num_free)
-            _fill(cache, file, nodes, namespaces, plan)
+            fill(cache, file, namespaces, plan)
             own_rate = cache.meter.tokens_per_s()
     report = LoadReport(
         path,
@@ -180,12 +185,19 @@ def _facts(cache: PrefixCache, fingerprint: Fingerprint) -> dict[str, object]:
 def _specs(pool: BlockPool, num_nodes: int, num_tokens: int) -> list[TensorSpec]:
     kv_shape = (num_tokens, pool.num_kv_heads, pool.head_dim)
     names = [f"{what}.{layer}" for layer in range(pool.num_layers) for what in ("keys", "values")]
-    index = [TensorSpec("nodes", "I64", (num_nodes, SavedNodes.NUM_COLUMNS)), TensorSpec("tokens", "I32", (num_tokens,))]
+    index = [
+        TensorSpec("nodes", "I64", (num_nodes, SavedNodes.NUM_COLUMNS)),
+        TensorSpec("worths", "F64", (num_nodes,)),
+        TensorSpec("tokens", "I32", (num_tokens,)),
+    ]
     return index + [TensorSpec(name, _DTYPES[pool.dtype], kv_shape) for name in names]
 
 
-def _read_index(file: FileReader) -> tuple[SavedNodes, dict[str, object], float | None]:
-    """The nodes, the fingerprint and the rate of a file; the tensors of K/V are not looked at."""
+def _read_index(file: FileReader, eviction: str) -> tuple[SavedNodes, dict[str, object], float | None]:
+    """The nodes, the fingerprint and the rate of a file; the tensors of K/V are not looked at.
+
+    What another policy than `eviction` knew of the nodes' use means nothing to that, and is left out.
+    """
     kind, version = file.metadata.get("format"), file.metadata.get("version")
     if kind != FORMAT or version != FORMAT_VERSION:
         raise ValueError(f"load: {file.path} is of format {kind} version {version}, this release reads {FORMAT} version {FORMAT_VERSION}")
@@ -195,7 +207,9 @@ def _read_index(file: FileReader) -> tuple[SavedNodes, dict[str, object], float 
             raise ValueError("its rate is no number")
         facts = dict(json.loads(file.metadata["fingerprint"]))
         namespaces = [decode_namespace(part) for part in json.loads(file.metadata["namespaces"])]
-        nodes = SavedNodes.from_bytes(file.read("nodes"), file.read("tokens"), namespaces)
+        nodes = SavedNodes.from_bytes(file.read("nodes"), file.read("worths"), file.read("tokens"), namespaces)
+        if file.metadata["eviction"] != eviction:
+            nodes = replace(nodes, worths=np.full(len(nodes.worths), np.nan))
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"load: {file.path} is not a file that radixkv saved: {error}") from None
     return nodes, facts, rate
@@ -205,22 +219,3 @@ def _require_specs(file: FileReader, pool: BlockPool, nodes: SavedNodes) -> None
     expected = _specs(pool, len(nodes.parents), nodes.num_tokens)
     if list(file.specs.values()) != expected:
         raise ValueError(f"load: {file.path} is not a file that radixkv saved: its tensors are not those that its fingerprint says")
-
-
-def _fill(cache: PrefixCache, file: FileReader, nodes: SavedNodes, namespaces: list[tuple], plan: LoadPlan) -> None:
-    """Reads what was planned into free blocks and, when all of it is there, puts them into the tree."""
-    pool, tree = cache.pool, cache.tree
-    blocks = pool.allocate(sum(path.num_blocks for path in plan.paths))
-    try:
-        read_pool(file, pool, plan, blocks)
-    except BaseException:
-        pool.release(blocks)
-        raise
-    taken = 0
-    for path in plan.paths:
-        own = blocks[taken : taken + path.num_blocks]
-        taken += path.num_blocks
-        # The tree has its own blocks for what it knows, and does not look at those given in their place.
-        inserted = tree.insert(nodes.key(path.node, path.end), [-1] * path.first_block + own, namespaces[nodes.namespace_ids[path.node]])
-        assert inserted.first_adopted == path.first_block, "the tree has changed since the load was planned"
-        pool.release(inserted.replaced)

@@ -15,10 +15,10 @@ import torch
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
+    from radixkv.storage import CacheStorage
 
 
-def append_tokens(cache: PrefixCache, batch: Batch, sequences: Seq[Sequence], keys: Seq[bytes], num_logits: Seq[int]) -> int:
+def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], keys: Seq[bytes], num_logits: Seq[int]) -> int:
     """Make rows ready for a step that computes some tokens more, at their ends; what of those is cached they need not compute.
 
     Args:
@@ -45,7 +45,7 @@ def append_tokens(cache: PrefixCache, batch: Batch, sequences: Seq[Sequence], ke
     return num_found
 
 
-def make_writable(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
+def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
     """Give each row blocks for the tokens that are not stored yet, none of which anybody else reads.
 
     Raises:
@@ -86,7 +86,7 @@ def make_writable(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
     pool.release(left)
 
 
-def truncate_row(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> None:
+def truncate_row(cache: CacheStorage, sequence: Sequence, num_tokens: int) -> None:
     """Take the tokens from `num_tokens` on off a row."""
     if num_tokens >= sequence.num_tokens:
         return
@@ -104,14 +104,14 @@ def truncate_row(cache: PrefixCache, sequence: Sequence, num_tokens: int) -> Non
     cache.pool.release(surplus)
 
 
-def fork_row(cache: PrefixCache, sequence: Sequence) -> Sequence:
+def fork_row(cache: CacheStorage, sequence: Sequence) -> Sequence:
     """A second row with the same tokens, in the same blocks."""
     lease = None if sequence.lease is None else sequence.lease.clone()
     cache.pool.retain(sequence.blocks[sequence.num_leased :])
     return replace(sequence, key=bytearray(sequence.key), lease=lease, blocks=list(sequence.blocks), shared_runs=[])
 
 
-def let_go(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
+def let_go(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
     """Give back everything that rows hold; their tokens stay."""
     for sequence in sequences:
         # Out of the row first: whatever interrupts this, nothing is released twice.
@@ -122,7 +122,7 @@ def let_go(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
             lease.release()
 
 
-def _reach_further(cache: PrefixCache, batch: Batch, sequence: Sequence, limit: int) -> int:
+def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: int) -> int:
     """Take a longer cached prefix than the row has stored, if there is one; returns by how much."""
     key = bytes(sequence.key)
     if cache.tier is not None:

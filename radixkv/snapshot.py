@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from radixkv.history import path_key
-from radixkv.load_plan import SavedNodes
-from radixkv.node import Node, Root
+from radixkv.node import Node, Root, walk_on
 from radixkv.pool import BlockPool
+from radixkv.saved_nodes import SavedNodes
 from radixkv.token_key import TOKEN_BYTES, namespace_key, namespace_of
 from radixkv.tree import RadixTree
 
 if TYPE_CHECKING:
-    from radixkv.cache import PrefixCache
+    from radixkv.storage import CacheStorage
 
 
 class Source(NamedTuple):
@@ -33,13 +32,14 @@ class Source(NamedTuple):
 class Snapshot:
     """The nodes of all namespaces of the present weights, and where their tokens' K/V lies."""
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: CacheStorage) -> None:
         self._present = cache.full_namespace()[:1]
         self._tree = cache.tree
         self._namespaces: list[tuple] = []
         # By their keys, because 1, 1.0 and True are equal to a dict.
         self._namespace_ids: dict[tuple, int] = {}
-        self._columns: list[tuple[int, int, int, int]] = []
+        self._columns: list[tuple[int, int, int, int, int]] = []
+        self._worths: list[float] = []
         self._stamps: list[tuple[bool, float]] = []
         self._edges: list[bytes] = []
         # Of each node of a tree that was walked: its place among the saved ones, -1 for a root and for what need not be saved.
@@ -49,16 +49,19 @@ class Snapshot:
             self._add(self.sources[0], node, namespace, position, self._places[self._parent(node)], 0)
         if cache.tier is not None:
             self.sources.append(Source(cache.tier.pool, []))
+            # Of each node of the second tier: how many bytes of its prefix are in the pool, and the node in which they end.
+            self._in_pool: dict[Node, tuple[int, Node | None]] = {}
             for node, namespace, position in self._walk(cache.tier.tree):
                 self._add_beyond_pool(node, namespace, position)
 
     def nodes(self) -> SavedNodes:
         """As the file has them."""
-        parents, positions, namespace_ids, lengths = np.array(self._columns, np.int64).reshape(-1, 4).T
+        parents, positions, namespace_ids, lengths, hits = np.array(self._columns, np.int64).reshape(-1, 5).T
         order = sorted(range(len(self._stamps)), key=self._stamps.__getitem__)
         ranks = np.empty(len(order), np.int64)
         ranks[order] = np.arange(len(order))
-        return SavedNodes(parents, positions, namespace_ids, lengths, ranks, b"".join(self._edges), self._namespaces)
+        worths = np.array(self._worths, np.float64)
+        return SavedNodes(parents, positions, namespace_ids, lengths, ranks, hits, worths, b"".join(self._edges), self._namespaces)
 
     def _walk(self, tree: RadixTree) -> Iterator[tuple[Node, tuple, int]]:
         """The nodes of a tree, each after its parent, with their full namespaces and the position of their first token."""
@@ -78,7 +81,9 @@ class Snapshot:
         namespace_id = self._namespace_ids.setdefault(namespace_key(namespace), len(self._namespaces))
         if namespace_id == len(self._namespaces):
             self._namespaces.append(namespace[1:])
-        self._columns.append((parent, position + first, namespace_id, len(node.edge) // TOKEN_BYTES - first))
+        self._columns.append((parent, position + first, namespace_id, len(node.edge) // TOKEN_BYTES - first, node.hits))
+        worth = node.queue.save_worth(node) if node.queue is self._tree.queue else None
+        self._worths.append(np.nan if worth is None else worth)
         # What was evicted to the second tier was used before what was not.
         self._stamps.append((source is self.sources[0], node.stamp))
         self._edges.append(node.edge[first * TOKEN_BYTES :])
@@ -86,15 +91,24 @@ class Snapshot:
 
     def _add_beyond_pool(self, node: Node, namespace: tuple, position: int) -> None:
         """Saves those tokens of a node of the second tier that the pool does not have."""
-        end = position + len(node.edge) // TOKEN_BYTES
-        match = self._tree.match_prefix(path_key(node), namespace)
-        if match.length == end:
+        above = self._parent(node)
+        known = 0
+        place: Node | None
+        if isinstance(above, Root):
+            place = self._tree.roots().get(namespace_key(namespace))
+        else:
+            known, place = self._in_pool[above]
+        if place is not None and known == node.start:
+            place, start, matched = walk_on(place, node.start, node.edge, self._tree.block_size * TOKEN_BYTES)
+            known = start + matched
+        self._in_pool[node] = known, place
+        if known == node.start + len(node.edge):
             self._places[node] = -1
             return
-        parent = self._places[self._parent(node)]
-        if match.length >= position and match.node is not None:
-            parent = self._places[match.node]
-        self._add(self.sources[1], node, namespace, position, parent, max(0, match.length - position))
+        parent = self._places[above]
+        if known >= node.start and place is not None and not isinstance(place, Root):
+            parent = self._places[place]
+        self._add(self.sources[1], node, namespace, position, parent, max(0, known // TOKEN_BYTES - position))
 
     @staticmethod
     def _parent(node: Node) -> Node:

@@ -116,6 +116,16 @@ def namespace_key(namespace: tuple) -> tuple:
     return tuple((type(part), namespace_key(part) if isinstance(part, tuple) else part) for part in namespace)
 
 
+def require_namespace(function: str, namespace: tuple) -> None:
+    """Raise ValueError unless namespace is a tuple that can be looked up."""
+    if not isinstance(namespace, tuple):
+        raise ValueError(f"{function}: namespace must be a tuple, got {type(namespace).__name__}")
+    try:
+        hash(namespace)
+    except TypeError as error:
+        raise ValueError(f"{function}: namespace must hold hashable values only: {error}") from None
+
+
 def namespace_of(key: tuple) -> tuple:
     """The namespace that `namespace_key` made the key of."""
     return tuple(namespace_of(part) if kind is tuple else part for kind, part in key)

@@ -9,14 +9,14 @@ The tree only does the bookkeeping of ids: the pool that they come from, and a l
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from radixkv.eviction import PolicyMaker, policy_maker
-from radixkv.eviction_queue import LruQueue
-from radixkv.history import History
+from radixkv.forest import Added, Forest
+from radixkv.history import History, path_key
+from radixkv.holds import Holds
 from radixkv.lease import Lease
 from radixkv.node import Node, Root, walk
 from radixkv.token_key import TOKEN_BYTES, namespace_key, token_key
@@ -63,9 +63,11 @@ class RadixTree:
 
     Attributes:
         queue: the eviction policy.
+        forest: the nodes.
         history: counters of what was stored and evicted so far, and what was evicted lately.
         guard: held by what leases do by themselves and while a picture of the tree is taken; who uses the tree from several threads puts
             its lock here.
+        holds: what leases hold.
         returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
             that anyone else does with it.
 
@@ -79,18 +81,11 @@ class RadixTree:
         self.block_size = block_size
         self.history = History()
         self.guard: AbstractContextManager = nullcontext()
-        self.returned: deque[Node] = deque()
         self._block_bytes = block_size * TOKEN_BYTES
-        self._roots: dict[tuple, Root] = {}
         self.queue = policy_maker("RadixTree", eviction)(block_size)
-        # Where the nodes of stale namespaces wait: these go before all others.
-        self._stale_queue = LruQueue(block_size, self.queue.clock)
-        self._stale_roots: set[tuple] = set()
-        self._version = 0
-        self._num_blocks = 0
-        self._num_leased = 0
-        self._num_bytes = 0
-        self._num_leases = 0
+        self.forest = Forest(self._block_bytes, self.queue, self.history)
+        self.holds = Holds()
+        self.returned = self.holds.returned
 
     def tick(self) -> int:
         """The logical time, which moves on by one: the clock by which uses are stamped."""
@@ -104,35 +99,35 @@ class RadixTree:
     @property
     def num_blocks(self) -> int:
         """Blocks that the tree holds."""
-        return self._num_blocks
+        return self.forest.num_blocks
 
     @property
     def num_leased_blocks(self) -> int:
         """Those of them that a lease protects."""
-        self._take_returned()
-        return self._num_leased
+        self.holds.take_in()
+        return self.holds.num_blocks
 
     @property
     def num_evictable_blocks(self) -> int:
         """Those of them that no lease protects."""
-        self._take_returned()
-        return self._num_blocks - self._num_leased
+        self.holds.take_in()
+        return self.forest.num_blocks - self.holds.num_blocks
 
     @property
     def num_leases(self) -> int:
         """Leases of at least one token that are out."""
-        self._take_returned()
-        return self._num_leases
+        self.holds.take_in()
+        return self.holds.num_leases
 
     def count_leases(self) -> tuple[int, int]:
         """`num_leases` and `num_leased_blocks` of the same moment; other threads may release leases at any time."""
-        self._take_returned()
-        return self._num_leases, self._num_leased
+        self.holds.take_in()
+        return self.holds.num_leases, self.holds.num_blocks
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the tree holds K/V of, each stored copy counted."""
-        return self._num_bytes // TOKEN_BYTES
+        return self.forest.num_bytes // TOKEN_BYTES
 
     def match_prefix(self, tokens: Any, namespace: tuple = (), limit: int | None = None) -> Match:
         """Finds the longest cached prefix, exact to the token. It changes nothing, recency included.
@@ -147,13 +142,13 @@ class RadixTree:
         """
         key = token_key(tokens)
         if self.returned:
-            self._take_returned()
+            self.holds.take_in()
         end = len(key) if limit is None else min(len(key), max(limit, 0) * TOKEN_BYTES)
-        root = self._roots.get(namespace_key(namespace))
+        root = self.forest.roots.get(namespace_key(namespace))
         if root is None:
-            return Match(0, namespace, key, self, self._version, None, 0)
+            return Match(0, namespace, key, self, self.forest.version, None, 0)
         node, start, matched = walk(root, key, end, self._block_bytes)
-        return Match((start + matched) // TOKEN_BYTES, namespace, key, self, self._version, node, matched)
+        return Match((start + matched) // TOKEN_BYTES, namespace, key, self, self.forest.version, node, matched)
 
     def lock(self, match: Match, priority: int | None = None) -> Lease:
         """Holds the blocks of a match, exactly ceil(length / block_size) of them; they count as used until the release.
@@ -174,13 +169,13 @@ class RadixTree:
         self.require_priority("lock", priority)
         if match.tree is not self:
             raise ValueError("lock: the match is of another tree")
-        self._take_returned()
-        if match.version != self._version:
+        self.holds.take_in()
+        if match.version != self.forest.version:
             match = self.match_prefix(match.key, match.namespace, match.length)
         if not match.length or match.node is None:
             lease = Lease(self, None, b"", 0, match.namespace)
         else:
-            node = self._cut(match.node, match.num_node_bytes)
+            node = self.forest.cut(match.node, match.num_node_bytes)
             if priority is not None:
                 node.queue.set_priority(node, priority)
             lease = self.lock_again(node, match.key, match.length, match.namespace)
@@ -191,17 +186,10 @@ class RadixTree:
         """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
         if node is None:
             return Lease(self, None, key, length, namespace)
-        self._num_leases += 1
-        node.queue.discard(node)
-        # A node with locks is already counted by its parent, and so on upwards.
-        held: Node | None = node
-        while held is not None:
-            held.locks += 1
-            if held.locks > 1:
-                break
-            self._num_leased += len(held.blocks)
-            held = held.parent
-        return Lease(self, node, key, length, namespace)
+        lease = Lease(self, None, key, length, namespace)
+        self.holds.add(node)
+        lease.hold(node)
+        return lease
 
     def insert(self, tokens: Any, blocks: Sequence[int], namespace: tuple = (), priority: int | None = None) -> Inserted:
         """Stores a prefix; the tree takes over the blocks of what it did not know and marks all of it as used now.
@@ -226,39 +214,53 @@ class RadixTree:
         num_blocks = -(-len(key) // self._block_bytes)
         if len(blocks) != num_blocks:
             raise ValueError(f"insert: {len(key) // TOKEN_BYTES} tokens fill {num_blocks} blocks of {self.block_size}, got {len(blocks)}")
-        self._take_returned()
+        self.holds.take_in()
         if not key:
             return Inserted([], 0, [])
-        root_key = namespace_key(namespace)
-        root = self._roots.get(root_key)
-        if root is None:
-            root = Root(root_key, self.queue)
-        node, start, matched = walk(root, key, len(key), self._block_bytes)
-        known = start + matched
-        if known == len(key):
-            node = self._cut(node, matched)
+        found = walk(self.forest.root_of(namespace_key(namespace)), key, len(key), self._block_bytes)
+        node, start, matched = found
+        if start + matched == len(key):
+            node = self.forest.cut(node, matched)
             node.queue.renew(node)
             if priority is not None:
                 node.queue.set_priority(node, priority)
+            inserted = Inserted(node.path_blocks(), num_blocks, [])
             self.history.store(self, key, 0, namespace)
-            return Inserted(node.path_blocks(), num_blocks, [])
-        # Whatever may fail for want of memory comes before what it would leave half done.
-        num_bytes = self._num_bytes
-        first_adopted = known // self._block_bytes
-        adopted = list(blocks[first_adopted:])
-        path = node.path_blocks()[:first_adopted] + adopted
-        replaced: list[int] = []
-        if matched == len(node.edge) and not node.locks and not node.children:
-            replaced = self._grow(node, key[start:], adopted)
-        else:
-            node = self._branch(node, first_adopted * self._block_bytes - start)
-            node = self._add_leaf(node, key[first_adopted * self._block_bytes :], adopted)
-        if priority is not None:
-            node.queue.set_priority(node, priority)
-        self._version += 1
-        self._num_blocks += len(adopted) - len(replaced)
-        self.history.store(self, key, self._num_bytes - num_bytes, namespace)
-        return Inserted(path, first_adopted, replaced)
+            return inserted
+        # Before what it would leave half done if it failed for want of memory.
+        num_bytes = self.forest.num_bytes
+        path = node.path_blocks()[: (start + matched) // self._block_bytes]
+        path += blocks[len(path) :]
+        added = self.forest.extend(found, key, blocks)
+        try:
+            if priority is not None:
+                added.node.queue.set_priority(added.node, priority)
+            inserted = Inserted(path, added.first_adopted, added.replaced)
+            self.history.store(self, key, self.forest.num_bytes - num_bytes, namespace)
+        except BaseException:
+            self.forest.retract(added)
+            raise
+        return inserted
+
+    def add_below(self, place: Node | None, border: int, key: bytes, blocks: Sequence[int], namespace: tuple) -> Added:
+        """Stores a part of a prefix, in time that does not depend on what is above it. What is known is not marked as used.
+
+        Args:
+            place: a node whose path begins as the prefix does, at least up to the border; None for the root.
+            border: where the part begins in the prefix, in bytes of whole blocks.
+            key: its tokens. blocks: its blocks; those of known tokens are not looked at.
+            namespace: where to store.
+
+        Returns:
+            What became of it; the first adopted block is counted from the border.
+        """
+        self.holds.take_in()
+        anchor = self.forest.root_of(namespace_key(namespace)) if place is None else self.forest.node_at(place, border)
+        num_bytes = self.forest.num_bytes
+        added = self.forest.add_below(anchor, key, blocks)
+        prefix = b"" if self.history.listener is None else path_key(added.node)[: border + len(key)]
+        self.history.store(self, prefix, self.forest.num_bytes - num_bytes, namespace)
+        return added
 
     def evict(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
         """Gives up blocks, from the end of the leaf that the policy names backwards, then of the next; never leased ones.
@@ -270,7 +272,8 @@ class RadixTree:
             victims: gets each leaf that is about to lose blocks, while it still has them; it must not raise.
 
         Returns:
-            The ids given up, num_blocks of them or all that could be; the caller drops the tree's references.
+            The ids given up, num_blocks of them or all that could be, fewer if Python's memory runs out in the middle; the caller drops
+            the tree's references.
         """
         return self._give_up(num_blocks, "room", victims)
 
@@ -280,7 +283,7 @@ class RadixTree:
         Args:
             reason: what `radixkv.events.Evicted` says of it; "room" is what `evict` says.
         """
-        return self._give_up(self._num_blocks, reason)
+        return self._give_up(self.forest.num_blocks, reason)
 
     def retire(self, prefix: tuple) -> None:
         """Makes namespaces stale: what they hold is the first to go, what is leased now as soon as it is released.
@@ -290,20 +293,8 @@ class RadixTree:
         Args:
             prefix: all namespaces that begin with these elements; () for all.
         """
-        self._take_returned()
-        start = namespace_key(prefix)
-        retired: list[Node] = []
-        for key, root in self._roots.items():
-            if key[: len(start)] == start and key not in self._stale_roots:
-                self._stale_roots.add(key)
-                retired.append(root)
-        for node in retired:
-            retired += node.children.values()
-            node.queue.discard(node)
-            node.queue = self._stale_queue
-            if not node.locks and not node.children:
-                # With a new stamp: by the old one an entry that it left behind in the policy would pass for one of a waiting leaf.
-                node.queue.add(node)
+        self.holds.take_in()
+        self.forest.retire(namespace_key(prefix))
 
     def blocks(self) -> list[int]:
         """All ids that the tree holds, in no particular order."""
@@ -311,18 +302,15 @@ class RadixTree:
 
     def nodes(self) -> list[Node]:
         """All nodes with the roots, each after its parent; for looking at, not for changing."""
-        found: list[Node] = list(self._roots.values())
-        for node in found:
-            found += node.children.values()
-        return found
+        return self.forest.nodes()
 
     def roots(self) -> Mapping[tuple, Root]:
         """The roots of all namespaces that hold something, by `namespace_key`; for looking at, not for changing."""
-        return self._roots
+        return self.forest.roots
 
     def is_stale(self, node: Node) -> bool:
         """Whether a node is of a stale namespace, see `retire`."""
-        return node.queue is self._stale_queue
+        return node.queue is self.forest.stale_queue
 
     def __call__(self, *, tokenizer: Any = None, max_nodes: int = 50) -> TreeView:
         """A picture of the tree as it is now; it changes nothing.
@@ -341,11 +329,15 @@ class RadixTree:
 
     def stale_nodes(self) -> list[Node]:
         """The leaves of stale namespaces that nobody leases, the first to go first; for looking at, not for changing."""
-        return self._stale_queue.nodes()
+        return self.forest.stale_queue.nodes()
 
     def check(self) -> None:
         """Walks everything and recomputes every counter. Raises AssertionError with a sentence on any violation."""
         check_tree(self)
+
+    def first_to_go(self) -> Node | None:
+        """The leaf that `evict` would begin with; None if nothing can go."""
+        return self.forest.first_to_go()
 
     def require_priority(self, function: str, priority: int | None) -> None:
         """Raises ValueError unless a priority is an int that this tree's policy heeds, or None."""
@@ -356,109 +348,13 @@ class RadixTree:
         if not self.queue.takes_priority:
             raise ValueError(f"{function}: priority={priority} needs eviction='priority', this cache evicts by {self.queue.name!r}")
 
-    def _cut(self, node: Node, num_bytes: int) -> Node:
-        """Makes a node end with the block that holds its first num_bytes; returns the node that does."""
-        num_blocks = -(-num_bytes // self._block_bytes)
-        return node if num_blocks == len(node.blocks) else self._split(node, num_blocks)
-
-    def _split(self, node: Node, num_blocks: int) -> Node:
-        self._version += 1
-        return node.split(num_blocks, self._block_bytes)
-
-    def _branch(self, node: Node, num_bytes: int) -> Node:
-        """The node that ends after the first num_bytes (whole blocks) of a node: itself, its parent, or made by a split."""
-        if num_bytes == len(node.edge):
-            return node
-        if num_bytes:
-            return self._split(node, num_bytes // self._block_bytes)
-        assert node.parent is not None
-        return node.parent
-
-    def _add_leaf(self, parent: Node, edge: bytes, blocks: list[int]) -> Node:
-        leaf = Node(edge, blocks, parent)
-        if isinstance(parent, Root):
-            self._roots[parent.namespace_key] = parent
-        parent.queue.discard(parent)
-        parent.add_child(edge[: self._block_bytes], leaf)
-        self._num_bytes += len(edge)
-        leaf.queue.add(leaf)
-        return leaf
-
-    def _grow(self, leaf: Node, edge: bytes, blocks: list[int]) -> list[int]:
-        """Gives an unlocked leaf a longer edge. Blocks start with the one that holds the first new token; returns the one it replaces."""
-        assert leaf.parent is not None
-        old_key = leaf.edge[: self._block_bytes]
-        num_full = len(leaf.edge) // self._block_bytes
-        replaced = leaf.blocks[num_full:]
-        leaf.blocks[num_full:] = blocks
-        self._num_bytes += len(edge) - len(leaf.edge)
-        leaf.edge = edge
-        if len(old_key) < self._block_bytes:
-            leaf.parent.remove_child(old_key)
-            leaf.parent.add_child(leaf.edge[: self._block_bytes], leaf)
-        leaf.queue.renew(leaf)
-        return replaced
-
     def _give_up(self, num_blocks: int, reason: str, victims: Callable[[Node], None] | None = None) -> list[int]:
-        self._take_returned()
-        num_bytes = self._num_bytes
+        self.holds.take_in()
+        num_bytes = self.forest.num_bytes
         self.history.begin(reason, self.tick())
-        given_up: list[int] = []
-        while len(given_up) < num_blocks and (victim := self.first_to_go() if self._stale_roots else self.queue.first()) is not None:
-            if victims is not None:
-                victims(victim)
-            num_kept = len(victim.blocks) - min(victim.queue.num_at_once(victim), num_blocks - len(given_up))
-            given_up += reversed(victim.blocks[num_kept:])
-            self.history.give_up(victim, num_kept * self._block_bytes)
-            if num_kept:
-                self._num_bytes -= len(victim.edge) - num_kept * self._block_bytes
-                victim.edge = victim.edge[: num_kept * self._block_bytes]
-                del victim.blocks[num_kept:]
-                victim.queue.trim(victim)
-            else:
-                self._remove_leaf(victim)
-        if given_up:
-            self._version += 1
-            self._num_blocks -= len(given_up)
-        self.history.end((num_bytes - self._num_bytes) // TOKEN_BYTES, len(given_up))
+        given_up = self.forest.give_up(num_blocks, victims)
+        try:
+            self.history.end((num_bytes - self.forest.num_bytes) // TOKEN_BYTES, len(given_up))
+        except MemoryError:  # the caller must get the ids, so once more
+            self.history.end((num_bytes - self.forest.num_bytes) // TOKEN_BYTES, len(given_up))
         return given_up
-
-    def first_to_go(self) -> Node | None:
-        """The leaf that `evict` would begin with; None if nothing can go."""
-        if self._stale_roots and (victim := self._stale_queue.first()) is not None:
-            return victim
-        return self.queue.first()
-
-    def _remove_leaf(self, leaf: Node) -> None:
-        parent = leaf.parent
-        assert parent is not None
-        leaf.queue.discard(leaf)
-        self._num_bytes -= len(leaf.edge)
-        parent.remove_child(leaf.edge[: self._block_bytes])
-        leaf.parent = None
-        leaf.queue.absorb(parent, leaf)
-        parent.hits += leaf.hits
-        if parent.children:
-            return
-        if isinstance(parent, Root):
-            del self._roots[parent.namespace_key]
-            self._stale_roots.discard(parent.namespace_key)
-        elif not parent.locks:
-            parent.queue.expose(parent)
-
-    def _take_returned(self) -> None:
-        """Takes in the leases that were released or dropped since the last operation."""
-        while self.returned:
-            node = self.returned.popleft()
-            self._num_leases -= 1
-            if node.locks == 1 and not node.children:
-                node.queue.restore(node)
-            else:
-                node.queue.touch(node)
-            held: Node | None = node
-            while held is not None:
-                held.locks -= 1
-                if held.locks:
-                    break
-                self._num_leased -= len(held.blocks)
-                held = held.parent

@@ -44,6 +44,11 @@ def _check_children(node: Node, block_bytes: int) -> None:
     for key, child in node.children.items():
         _require(child.parent is node, "a child points to another parent")
         _require(key == child.edge[:block_bytes], "a child is filed under a key that is not its first block")
+    inner = [child for child in node.children.values() if child.children]
+    if node.trunk is not None:
+        _require(node.trunk in node.children.values(), "the trunk of a node is not its child")
+        _require(len(node.trunk.edge) >= block_bytes, "the trunk of a node ends inside its first block")
+        _require(not inner or inner == [node.trunk], "a child that has children is not the trunk of a node that has one")
     if node.sorted_keys is not None:
         _require(node.sorted_keys.to_list() == sorted(node.children), "the sorted keys of a node are not its children's")
     else:

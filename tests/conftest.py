@@ -1,4 +1,4 @@
-"""What must be set before a test module imports triton or transformers."""
+"""What must be set before a test module imports triton or transformers, what `make fuzz` may ask for, and small trees."""
 
 from __future__ import annotations
 
@@ -23,3 +23,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def num_fuzz_operations(request: pytest.FixtureRequest) -> int:
     """Few in an ordinary run; `make fuzz` asks for more."""
     return request.config.getoption("--fuzz-operations")
+
+
+@pytest.fixture
+def ids():
+    """Fresh block ids."""
+    from tests.small_tree import Ids
+
+    return Ids()
+
+
+@pytest.fixture
+def tree():
+    """An empty tree; what the test leaves of it must be whole."""
+    from radixkv.tree import RadixTree
+    from tests.small_tree import BLOCK
+
+    tree = RadixTree(BLOCK)
+    yield tree
+    tree.check()

@@ -1,4 +1,4 @@
-"""Saves that are killed: at every kind of moment, and at many bytes; run by test_persist.py in a process of its own, which may fork."""
+"""Saves that are killed: at every kind of moment, and at many bytes. test_persist_damage.py runs this in a process that may fork."""
 
 from __future__ import annotations
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -13,6 +17,7 @@ from radixkv.node import Node, Root
 from radixkv.token_key import namespace_of
 
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 2, 2, 8
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def make_cache(
@@ -102,3 +107,37 @@ def contents(cache: PrefixCache) -> set[tuple[tuple, tuple[int, ...]]]:
 def prefixes(cache: PrefixCache) -> set[tuple[tuple, tuple[int, ...]]]:
     """Every prefix of which a cache has all K/V: as `contents`, and every shorter one."""
     return {(namespace, ids[:end]) for namespace, ids in contents(cache) for end in range(1, len(ids) + 1)}
+
+
+def ids_of(length: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1000, length)
+
+
+def filled(**settings) -> PrefixCache:
+    """Two prompts that share 40 tokens, one that goes on from the first, one of its own, and one in another namespace."""
+    cache = make_cache(**settings)
+    first = ids_of(70, 1)
+    store(cache, first)
+    store(cache, [*first[:40], *ids_of(30, 2)])
+    store(cache, [*first, *ids_of(21, 3)])
+    store(cache, ids_of(33, 4))
+    store(cache, first[:50], ("tenant", 1))
+    return cache
+
+
+def order_of_eviction(cache: PrefixCache) -> list[tuple[tuple, list[int]]]:
+    """The prefixes whose ends eviction takes, in its order; afterwards nothing is cached."""
+    gone = []
+    while (victim := cache.tree.queue.first()) is not None:
+        namespace, ids = path_of(victim)
+        gone.append((namespace, ids.tolist()))
+        cache.pool.release(cache.tree.evict(len(victim.blocks)))
+    return gone
+
+
+def run_python(code: str, *arguments: object, **options) -> str:
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout

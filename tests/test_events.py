@@ -237,7 +237,7 @@ def test_with_nobody_listening_no_event_is_made(monkeypatch):
 
     monkeypatch.setattr(history, "Stored", refuse)
     monkeypatch.setattr(history, "Evicted", refuse)
-    monkeypatch.setattr("radixkv.cache.Hit", refuse)
+    monkeypatch.setattr("radixkv.requests.Hit", refuse)
     monkeypatch.setattr(events.EventLog, "tell", refuse)
     cache = small_cache(num_blocks=4)
     collected_stop = cache.on_event(print)

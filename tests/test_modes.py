@@ -150,7 +150,7 @@ def call(model: Any, mode: str) -> tuple[torch.Tensor, list[int]]:
     torch.manual_seed(11)
     inputs = prompts()
     sequences = model.generate(inputs.pop("inputs"), **inputs, **given)
-    draft = given.get("assistant_model")
+    draft: Any = given.get("assistant_model")
     if hasattr(draft, "radixkv"):
         draft.radixkv.check()
         assert draft.radixkv.stats().stock_calls == 0 < draft.radixkv.stats().requests

@@ -133,12 +133,12 @@ class RowsFuzz:
         wanted = [self.random.randrange(len(tokens) + 1) for tokens in new]
         with self.cache.extend_step(batch, chosen, [key(tokens) for tokens in new], wanted, is_prompt=True) as step:
             self.may_fail()
-            full = [[*rows[row], *tokens] for row, tokens in zip(chosen, new, strict=True)]
+            longer = [[*rows[row], *tokens] for row, tokens in zip(chosen, new, strict=True)]
             sequences = [batch.sequences[row] for row in chosen]
             self.counts["found"] += sum(sequence.hit_len > len(rows[row]) for row, sequence in zip(chosen, sequences, strict=True))
-            for tokens, kept, sequence in zip(full, wanted, sequences, strict=True):
+            for tokens, kept, sequence in zip(longer, wanted, sequences, strict=True):
                 assert sequence.hit_len <= len(tokens) - max(1, kept), "logits are wanted of a token that is not computed"
-            write(step, [(tokens, sequence.hit_len) for tokens, sequence in zip(full, sequences, strict=True)])
+            write(step, [(tokens, sequence.hit_len) for tokens, sequence in zip(longer, sequences, strict=True)])
         for row, tokens in zip(chosen, new, strict=True):
             rows[row] = [*rows[row], *tokens]
 

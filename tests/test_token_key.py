@@ -1,4 +1,4 @@
-"""`TokenKey`: a key that is made once and grows. (What `token_key` takes and refuses is in test_tree.py.)"""
+"""`token_key`, what it takes and refuses, and `TokenKey`, a key that is made once and grows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,67 @@ import radixkv
 from radixkv.pool import BlockPool
 from radixkv.token_key import TokenKey, token_key
 from radixkv.tree import RadixTree
-from tests.test_tree import count_calls
+from tests.small_tree import count_calls
 
 BLOCK = 16
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param([1, 2, 300], id="list"),
+        pytest.param((1, 2, 300), id="tuple"),
+        pytest.param(np.array([1, 2, 300]), id="int64 array"),
+        pytest.param(np.array([1, 2, 300], dtype=np.uint16), id="uint16 array"),
+        pytest.param(np.array([1, 0, 2, 0, 300, 0])[::2], id="strided array"),
+        pytest.param(np.array([1, 2, 300], dtype=">i4"), id="big-endian array"),
+        pytest.param(torch.tensor([1, 2, 300]), id="int64 tensor"),
+        pytest.param(torch.tensor([1, 2, 300], dtype=torch.int32), id="int32 tensor"),
+        pytest.param([np.int64(1), 2, torch.tensor(300)], id="list of scalars"),
+        pytest.param(b"\x01\0\0\0\x02\0\0\0\x2c\x01\0\0", id="key"),
+    ],
+)
+def test_token_key_is_little_endian_int32(given):
+    assert token_key(given) == b"\x01\0\0\0\x02\0\0\0\x2c\x01\0\0"
+
+
+def test_token_key_takes_the_whole_range_of_ids_and_no_tokens():
+    assert token_key([0, 1, 2**31 - 1]) == b"\0\0\0\0\x01\0\0\0\xff\xff\xff\x7f"
+    assert token_key(range(3)) == token_key([0, 1, 2])
+    assert token_key([]) == token_key(()) == token_key(torch.tensor([], dtype=torch.int64)) == b""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param([3, -1], id="negative"),
+        pytest.param(np.array([3, -1]), id="negative in an array"),
+        pytest.param([2**31], id="2**31"),
+        pytest.param([2**70], id="2**70"),
+        pytest.param(np.array([2**32 + 1]), id="would wrap around"),
+        pytest.param(np.array([2**63], dtype=np.uint64), id="uint64"),
+        pytest.param([1.0, 2.0], id="floats"),
+        pytest.param(np.array([1.0]), id="float array"),
+        pytest.param(torch.tensor([1.0]), id="float tensor"),
+        pytest.param(torch.tensor([1.0], dtype=torch.bfloat16), id="bfloat16 tensor"),
+        pytest.param([5, True], id="bool in a list"),
+        pytest.param([False, 5], id="False in a list"),
+        pytest.param(np.array([True]), id="bool array"),
+        pytest.param(torch.tensor([True]), id="bool tensor"),
+        pytest.param([[1, 2]], id="2-D list"),
+        pytest.param(np.array([[1, 2]]), id="2-D array"),
+        pytest.param(torch.tensor([[1, 2]]), id="2-D tensor"),
+        pytest.param(torch.tensor(3), id="0-D tensor"),
+        pytest.param(b"\0\0\0", id="a key that cuts a token"),
+        pytest.param("12", id="str"),
+        pytest.param({1, 2}, id="set"),
+        pytest.param(None, id="None"),
+        pytest.param([None], id="list of None"),
+    ],
+)
+def test_token_key_refuses_what_are_not_token_ids(given):
+    with pytest.raises(ValueError, match="token_key"):
+        token_key(given)
 
 
 def test_it_is_the_bytes_of_what_was_appended():

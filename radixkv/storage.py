@@ -1,0 +1,199 @@
+"""`CacheStorage`: the pool, the tree and the second tier as one room of blocks, and who holds which of them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from radixkv.attention import Backend
+from radixkv.errors import out_of_blocks
+from radixkv.eviction import PolicyMaker
+from radixkv.host_tier import Victim, make_tier, path_of
+from radixkv.meter import PromptMeter
+from radixkv.node import Node
+from radixkv.observe import Observed
+from radixkv.pin import Pins
+from radixkv.pool import BlockPool
+from radixkv.rows import let_go
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
+from radixkv.stats import Counters
+from radixkv.step_maker import StepMaker
+from radixkv.tree import Lease, RadixTree
+
+
+class CacheStorage(Observed):
+    """Blocks that are free, cached, leased or owned by running rows: each is one of these at any time.
+
+    What is told to `on_event`'s callbacks and what else the arguments are: see `PrefixCache`, which is made of this.
+    """
+
+    def __init__(
+        self, pool: BlockPool, backend: Backend, namespace: tuple, eviction: str | PolicyMaker, pin_budget: float, host_bytes: int
+    ) -> None:
+        self.pool = pool
+        self.backend = backend
+        self.namespace = tuple(namespace)
+        super().__init__(RadixTree(pool.block_size, eviction))
+        # Batches whose owner died come back through this queue: a finalizer may run in the middle of any operation, so it only appends.
+        self.returned: deque[Batch] = deque()
+        self._eviction = eviction
+        self._pins = Pins(pin_budget)
+        self._host_bytes = host_bytes
+        self.tier = make_tier(pool, host_bytes)
+        self._live: set[Batch] = set()
+        self._counters = Counters()
+        self.meter = PromptMeter(pool.device)
+        self._weights_version = 0
+        self._steps = StepMaker(pool, backend)
+
+    def full_namespace(self, namespace: tuple = ()) -> tuple:
+        """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
+        return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the lock, with what was given back taken in; before and after, the device has done all that it was asked to."""
+        with self.lock:
+            self._collect()
+            self._synchronize()
+            yield
+            self._synchronize()
+
+    def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
+        """Start over, empty, on another pool.
+
+        Raises:
+            RuntimeError: sequences are running or outputs are held; nothing is changed.
+        """
+        with self.lock:
+            self._collect()
+            if self._live:
+                raise RuntimeError("the model was moved or cast while outputs of generate() are held: insert or drop them first")
+            tier = make_tier(pool, self._host_bytes)
+            self._pins.let_go_of_all()
+            self.tier = tier
+            self.pool, self.backend = pool, backend
+            self._replace_tree(RadixTree(pool.block_size, self._eviction))
+            self._steps = StepMaker(pool, backend)
+            self.meter = PromptMeter(pool.device)
+            self._counters.restored_before = 0
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take free blocks, evicting what is needed and no more. The caller holds the lock.
+
+        Raises:
+            OutOfBlocks: not even evicting everything would do; nothing is evicted.
+        """
+        short = num_blocks - self.pool.num_free
+        if short > 0:
+            if short > self._num_freeable():
+                self._shrink_leases()
+            evictable = self._num_freeable()
+            if short > evictable:
+                free, block_size = self.pool.num_free, self.pool.block_size
+                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
+            while short > 0:  # again, if a block went that a row holds too
+                self._evict(short)
+                short = num_blocks - self.pool.num_free
+        return self.pool.allocate(num_blocks)
+
+    @property
+    def num_allocatable(self) -> int:
+        """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
+        return self.pool.num_free + self._num_freeable()
+
+    def check(self) -> None:
+        """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.
+
+        Raises:
+            AssertionError: an invariant does not hold; the message says which.
+        """
+        with self.lock:
+            self._collect()
+            self.tree.check()
+            rows = [sequence for batch in self._live for sequence in batch.sequences]
+            self.pool.check(self.tree.blocks(), *(row.blocks[row.num_leased :] for row in rows))
+            if self.tier is not None:
+                self.tier.check()
+
+    def _lease(self, key: bytes, namespace: tuple, priority: int | None = None) -> Lease:
+        """Hold the longest cached prefix, what is in host memory included."""
+        full_namespace = self.full_namespace(namespace)
+        self.tree.require_priority("match_prefix", priority)
+        if self.tier is not None:
+            self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
+        return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
+
+    def _num_freeable(self) -> int:
+        """Blocks that evicting would free: not those that a forked row, which has been stored meanwhile, left to another one too."""
+        held = Counter(
+            block for batch in self._live if batch.may_share for row in batch.sequences for block in row.blocks[row.num_leased :]
+        )
+        num_shared = sum(self.pool.reference_count(block) > count for block, count in held.items())
+        return max(0, self.tree.num_evictable_blocks - num_shared)
+
+    def _evict(self, num_blocks: int) -> None:
+        victims: dict[Node, Victim] = {}
+
+        def note(node: Node) -> None:
+            if node not in victims and not self.tree.is_stale(node):
+                victims[node] = path_of(node)
+
+        given_up = self.tree.evict(num_blocks, None if self.tier is None else note)
+        try:
+            if self.tier is not None:
+                self.tier.store(list(victims.values()))
+        finally:
+            self.pool.release(given_up)
+
+    def _clear(self, reason: str) -> None:
+        self._collect()
+        if self.tier is not None:
+            self.tier.clear()
+        self.pool.release(self.tree.clear(reason))
+
+    def _collect(self) -> None:
+        while self.returned:
+            self._discard(self.returned.popleft())
+
+    def _synchronize(self) -> None:
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+
+    def _shrink_leases(self) -> None:
+        """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""
+        for batch in self._live:
+            for sequence in batch.sequences:
+                leased_len = sequence.num_leased * self.pool.block_size
+                if sequence.num_stored and sequence.lease is not None and sequence.lease.length > leased_len:
+                    shorter = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), batch.namespace, leased_len))
+                    sequence.lease.release()
+                    sequence.lease = shorter
+
+    def _insert(self, sequence: Sequence, namespace: tuple, priority: int | None) -> None:
+        """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
+        if sequence.num_stored == 0:
+            return
+        if sequence.lease is not None:  # first, so that a leaf nobody else holds can grow in place
+            sequence.lease.release()
+            sequence.lease = None
+        num_blocks = -(-sequence.num_stored // self.pool.block_size)
+        key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
+        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace, priority)
+        own = range(sequence.num_leased, len(sequence.blocks))
+        unused = [sequence.blocks[i] for i in own if i < inserted.first_adopted or i >= num_blocks]
+        sequence.blocks, sequence.num_leased = inserted.blocks, num_blocks
+        self.pool.release(unused)
+        self.pool.release(inserted.replaced)
+
+    def _discard(self, batch: Batch) -> None:
+        if batch.closed:
+            return
+        batch.closed, batch.carried = True, {}
+        self._live.discard(batch)
+        let_go(self, batch.sequences)
+        if batch.lent is not None:
+            batch.lent.give_back()

@@ -1,0 +1,155 @@
+"""Python's own allocator fails, once, at each allocation that an operation makes: the tree is whole, and as it was before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from radixkv.token_key import token_key
+from radixkv.tree import RadixTree
+from tests.test_tree_stateful import BLOCK, INSERTIONS, small_tree, state
+
+# CPython's own means for this; a build may leave it out.
+testcapi = pytest.importorskip("_testcapi")
+MAX_ALLOCATIONS = 2000
+
+
+def fails_at(number: int, operation: Callable[[], Any]) -> bool:
+    """Runs an operation whose allocation of that number finds no memory; whether it got that far."""
+    testcapi.set_nomemory(number, number + 1)
+    try:
+        operation()
+    except MemoryError:
+        return True
+    finally:
+        testcapi.remove_mem_hooks()
+    return False
+
+
+def tree_of(eviction: str) -> RadixTree:
+    tree = RadixTree(BLOCK, eviction)
+    small_tree(tree)
+    return tree
+
+
+@pytest.mark.parametrize("eviction", ["lru", "slru", "priority"])
+@pytest.mark.parametrize(("tokens", "namespace", "leased"), INSERTIONS.values(), ids=INSERTIONS)
+def test_an_insertion(eviction, tokens, namespace, leased):
+    """Its caller still owns the blocks then; a tree that had them too would give them away twice."""
+    key, blocks = token_key(tokens), list(range(50, 50 - (-len(tokens) // BLOCK)))
+    priority = 3 if eviction == "priority" else None
+    number = num_survived = 0
+    # An allocation or two that fail may go unnoticed, as those that only make something faster.
+    while num_survived < 5:
+        number += 1
+        assert number < MAX_ALLOCATIONS
+        tree = tree_of(eviction)
+        lease = tree.lock(tree.match_prefix(key, limit=leased))
+        before, counted = state(tree), (tree.history.num_insertions, tree.history.stored_tokens)
+        if fails_at(number, lambda: tree.insert(key, blocks, namespace, priority)):  # noqa: B023 - called at once
+            num_survived = 0
+            assert state(tree) == before
+            assert (tree.history.num_insertions, tree.history.stored_tokens) == counted
+            tree.check()
+            tree.insert(key, blocks, namespace, priority)
+        else:
+            num_survived += 1
+        tree.check()
+        assert tree.match_prefix(key, namespace).length == len(tokens)
+        lease.release()
+        tree.clear()
+        assert tree.nodes() == []
+    assert number > 20
+
+
+@pytest.mark.parametrize("eviction", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("length", [5, 16, 20, 64], ids=lambda length: f"{length} tokens")
+def test_a_lease_that_splits(eviction, length):
+    """A hold that was counted but that nobody has would keep its blocks for ever."""
+    number = num_survived = 0
+    while num_survived < 5:
+        number += 1
+        assert number < MAX_ALLOCATIONS
+        tree = tree_of(eviction)
+        match = tree.match_prefix(range(100, 164), limit=length)
+        before = state(tree)
+        leases: list[Any] = []
+        if fails_at(number, lambda: leases.append(tree.lock(match))):  # noqa: B023 - called at once
+            num_survived = 0
+            leases.clear()
+            assert state(tree) == before
+        else:
+            num_survived += 1
+            assert tree.num_leases == 1 and tree.num_leased_blocks == -(-length // BLOCK)
+        tree.check()
+        leases.clear()
+        assert tree.num_leased_blocks == 0
+        tree.check()
+        tree.clear()
+        assert tree.nodes() == []
+    assert number > 5
+
+
+@pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
+@pytest.mark.parametrize("num_wanted", [1, 9, None], ids=["a block", "several leaves", "clear"])
+def test_an_eviction(eviction, num_wanted):
+    """Ids that had left the tree when memory ran out were told to nobody, and so lost to the pool."""
+    number = num_survived = 0
+    while num_survived < 5:
+        number += 1
+        assert number < MAX_ALLOCATIONS
+        tree = tree_of(eviction)
+        everything = set(tree.blocks())
+        given_up: list[list[int]] = [[]]
+
+        def evict(tree=tree, given_up=given_up) -> None:
+            given_up[0] = tree.clear() if num_wanted is None else tree.evict(num_wanted)
+
+        failed = fails_at(number, evict)
+        tree.check()
+        gone = given_up[0]
+        assert set(tree.blocks()) | set(gone) == everything and len(tree.blocks()) + len(gone) == len(everything)
+        assert not (failed and gone)
+        counted = tree.history.evicted_blocks if num_wanted is not None else 0
+        assert counted == (0 if num_wanted is None else len(gone))
+        num_survived = 0 if failed or len(gone) < (len(everything) if num_wanted is None else num_wanted) else num_survived + 1
+        tree.clear()
+        assert tree.nodes() == []
+
+
+@pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
+def test_the_return_of_a_lease(eviction):
+    """A release that found no memory was forgotten, and its blocks were held for ever."""
+    for number in range(1, 40):
+        tree = tree_of(eviction)
+        for tokens in (range(100, 164), range(20), range(100, 120)):
+            tree.lock(tree.match_prefix(tokens)).release()
+        fails_at(number, tree.holds.take_in)
+        assert tree.num_leases == 0 and tree.num_leased_blocks == 0
+        tree.check()
+
+
+def test_many_children_and_their_sorted_keys():
+    """The sorted keys split a bucket, or come to be, in the middle of an insertion."""
+    for num_siblings in (1, 2, 1024, 1025):
+        siblings = [token_key([i] * BLOCK) for i in range(num_siblings)]
+        number = num_survived = 0
+        while num_survived < 3:
+            number += 1
+            tree = RadixTree(BLOCK)
+            for i, key in enumerate(siblings):
+                tree.insert(key, [i])
+            before = tree.num_blocks
+            new = token_key([900_000] * BLOCK)
+            if fails_at(number, lambda: tree.insert(new, [900_000])):  # noqa: B023 - called at once
+                num_survived = 0
+                assert tree.num_blocks == before
+                tree.check()
+                tree.insert(new, [900_000])
+            else:
+                num_survived += 1
+            tree.check()
+            assert tree.match_prefix(new).length == BLOCK
+            assert number < MAX_ALLOCATIONS
