@@ -40,6 +40,7 @@ def admit_rows(cache: CacheStorage, batch: Batch, num_logits: Seq[int], lease: L
             sequence.lease = lease.clone()
         else:
             raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
+        sequence.lease.leaves_trace = batch.options.store
         _take_leased(sequence, limits[row], cache.pool.block_size)
     if cache.tier is not None and lease is None and batch.options.reuse and not whole_blocks:
         # What one row brought back from host memory, a row before it may want too.
@@ -66,6 +67,7 @@ def _look_again(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: in
     match = cache.tree.match_prefix(bytes(sequence.key), batch.namespace, limit)
     if sequence.lease is not None and match.length > sequence.lease.length:
         shorter, sequence.lease = sequence.lease, cache.tree.lock(match)
+        sequence.lease.leaves_trace = batch.options.store
         shorter.release()
         _take_leased(sequence, limit, cache.pool.block_size)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from radixkv.node import Node
 
-_NOWHERE, _USED, _EXPOSED = 0, 1, 2
+_NOWHERE, _USED = 0, 1
 
 
 class Eviction(ABC):
@@ -61,7 +61,7 @@ class Eviction(ABC):
 
     @abstractmethod
     def expose(self, leaf: Node) -> None:
-        """An unlocked node has lost its last child: it waits from now on, and this is no use of it."""
+        """An unlocked node has lost its last child, or a lease that leaves no trace: it waits from now on, and this is no use of it."""
 
     @abstractmethod
     def discard(self, node: Node) -> None:
@@ -114,9 +114,9 @@ class LruQueue(Eviction):
         # its own links, so that taking one out reads its neighbours only, and no table of all.
         self._ends = Node(b"", [], None)
         self._ends.older = self._ends.newer = self._ends
-        # A node that leaves the heap leaves its entry behind. Only evictions add entries, and what is older than the leaf that
-        # an eviction takes has come up before, so there are never more entries than the tree had nodes.
+        # A node that leaves the heap leaves its entry behind, until it comes up or half of all are such.
         self._exposed: list[tuple[int, int, Node]] = []
+        self._num_exposed = 0
 
     def add(self, leaf: Node) -> None:
         leaf.stamp = next(self.clock)
@@ -136,8 +136,13 @@ class LruQueue(Eviction):
     restore = add
 
     def expose(self, leaf: Node) -> None:
-        heapq.heappush(self._exposed, (leaf.stamp, next(self.clock), leaf))
-        leaf.place = _EXPOSED
+        entry = (leaf.stamp, next(self.clock), leaf)
+        heapq.heappush(self._exposed, entry)
+        leaf.place = entry
+        self._num_exposed += 1
+        if len(self._exposed) > 2 * self._num_exposed + 64:
+            self._exposed = [entry for entry in self._exposed if _is_current(entry)]
+            heapq.heapify(self._exposed)
 
     def discard(self, node: Node) -> None:
         if node.place == _USED:
@@ -145,6 +150,8 @@ class LruQueue(Eviction):
             older.newer = newer
             newer.older = older
             node.older = node.newer = None
+        elif node.place:
+            self._num_exposed -= 1
         node.place = _NOWHERE
 
     def first(self) -> Node | None:
@@ -245,5 +252,4 @@ class HeapQueue(Eviction):
 
 
 def _is_current(entry: tuple[int, int, Node]) -> bool:
-    stamp, _, node = entry
-    return node.place == _EXPOSED and node.stamp == stamp
+    return entry[2].place is entry

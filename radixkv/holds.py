@@ -11,12 +11,13 @@ class Holds:
     """How many leases are out, and how many blocks they protect.
 
     Attributes:
-        returned: nodes of leases that were released or dropped and that were not yet taken in. Appending is all that a lease does with it.
+        returned: of leases that were released or dropped and that were not yet taken in, the node, and whether it counts as used.
+            Appending is all that a lease does with it.
         num_leases, num_blocks: as of the last `take_in`.
     """
 
     def __init__(self) -> None:
-        self.returned: deque[Node] = deque()
+        self.returned: deque[tuple[Node, bool]] = deque()
         self.num_leases = 0
         self.num_blocks = 0
 
@@ -41,16 +42,17 @@ class Holds:
         """Ends the holds that have come back."""
         while self.returned:
             # It stays in the queue until nothing can fail any more.
-            node = self.returned[0]
+            node, is_used = self.returned[0]
             num_leases, num_blocks = self.num_leases - 1, self.num_blocks
             held: Node | None = node
             while held is not None and held.locks == 1:
                 num_blocks -= len(held.blocks)
                 held = held.parent
-            if node.locks == 1 and not node.children:
-                node.queue.restore(node)
-            else:
-                node.queue.touch(node)
+            is_free = node.locks == 1 and not node.children
+            if is_used:
+                (node.queue.restore if is_free else node.queue.touch)(node)
+            elif is_free:
+                node.queue.expose(node)
             self.returned.popleft()
             self.num_leases, self.num_blocks = num_leases, num_blocks
             held = node

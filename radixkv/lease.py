@@ -23,17 +23,22 @@ class Lease:
         tree: the tree that it belongs to.
         length: tokens of the prefix; with 0 it holds nothing.
         namespace: where the prefix lives.
+        leaves_trace: whether the prefix counts as used, and reused, by it.
         priority: what it was asked for with; what is stored by a request that uses the lease gets it too. None for nothing.
         released: whether it was released.
     """
 
-    __slots__ = ("tree", "length", "namespace", "priority", "released", "_key", "_node", "_num_borrowers", "_in_with_block", "__weakref__")
+    __slots__ = (
+        "tree", "length", "namespace", "priority", "leaves_trace", "released", "_key", "_node", "_num_borrowers", "_in_with_block",
+        "__weakref__",
+    )  # fmt: skip
 
     def __init__(self, tree: RadixTree, node: Node | None, key: bytes, length: int, namespace: tuple) -> None:
         self.tree = tree
         self.length = length
         self.namespace = namespace
         self.priority: int | None = None
+        self.leaves_trace = True
         self._key = key
         self._node = node
         self._num_borrowers = 0
@@ -58,7 +63,7 @@ class Lease:
         with self.tree.guard:
             self._require_open("clone")
             lease = self.tree.lock_again(self._node, self._key, self.length, self.namespace)
-        lease.priority = self.priority
+        lease.priority, lease.leaves_trace = self.priority, self.leaves_trace
         return lease
 
     def release(self) -> None:
@@ -66,7 +71,7 @@ class Lease:
         self._require_open("release")
         self.released = True
         if self._node is not None:
-            self.tree.returned.append(self._node)
+            self.tree.returned.append((self._node, self.leaves_trace))
         self._node = None
 
     def hold(self, node: Node) -> None:
@@ -75,7 +80,7 @@ class Lease:
 
     def count_hit(self) -> None:
         """A prompt was admitted that reuses the prefix."""
-        if self._node is not None:
+        if self._node is not None and self.leaves_trace:
             self._node.hits += 1
 
     def lend(self) -> None:

@@ -132,6 +132,7 @@ def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit:
     if gained <= 0:
         return 0
     lease = cache.tree.lock(match)
+    lease.leaves_trace = batch.options.store
     let_go(cache, [sequence])
     sequence.lease, sequence.blocks = lease, lease.blocks
     sequence.num_leased = sequence.first_private = len(sequence.blocks)

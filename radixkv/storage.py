@@ -170,6 +170,7 @@ class CacheStorage(Observed):
                 leased_len = sequence.num_leased * self.pool.block_size
                 if sequence.num_stored and sequence.lease is not None and sequence.lease.length > leased_len:
                     shorter = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), batch.namespace, leased_len))
+                    shorter.leaves_trace = sequence.lease.leaves_trace
                     sequence.lease.release()
                     sequence.lease = shorter
 

@@ -68,8 +68,7 @@ class RadixTree:
         guard: held by what leases do by themselves and while a picture of the tree is taken; who uses the tree from several threads puts
             its lock here.
         holds: what leases hold.
-        returned: nodes of leases that were released or dropped and that the tree has not yet taken in. Appending is all
-            that anyone else does with it.
+        returned: what `Holds` says; appending is all that anyone else does with it.
 
     Tokens are whatever `token_key` takes. A namespace is any hashable tuple; two are the same only if their elements are
     equal and of equal types, so (1,) and (True,) are two.
