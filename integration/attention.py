@@ -81,6 +81,9 @@ def _register_over(replaced: str) -> str:
 
 
 def _attention_over(replaced: str) -> Callable:
+    # transformers' SDPA attention ignores it; a model is to say what it said before.
+    caps_scores = replaced != "sdpa"
+
     def pool_attention(
         module: torch.nn.Module,
         query: torch.Tensor,
@@ -98,7 +101,7 @@ def _attention_over(replaced: str) -> Callable:
             query,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=kwargs.get("sliding_window"),
-            softcap=kwargs.get("softcap"),
+            softcap=kwargs.get("softcap") if caps_scores else None,
         )
         return out, None
 

@@ -5,13 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 # Class name: what its tests cover.
-SUPPORTED = {"Qwen2ForCausalLM": "Qwen2, Qwen2.5 and models distilled into them; with and without sliding windows"}
+SUPPORTED = {
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5 and models distilled into them; with and without sliding windows",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE; routing is by token, so packing does not change it",
+    "Qwen3ForCausalLM": "Qwen3; norms of q and k before the rotation",
+    "LlamaForCausalLM": "Llama 2, 3, SmolLM2 and models of that form",
+    "MistralForCausalLM": "Mistral; a sliding window in every layer, or none",
+    "Gemma2ForCausalLM": "Gemma 2; windows in every other layer, soft-capped scores where the model's own attention caps them",
+    "Gemma3ForCausalLM": "Gemma 3, text; windows in five of six layers, which rotate by another base",
+}
 
 # Rotary embeddings that rotate a position alike whatever the length of the sequence; only then may K be reused in a longer one.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+# Settings of a configuration under which K/V of a token would not depend on the tokens up to it alone, or a forward would not be packed.
+_UNSUPPORTED_SETTINGS = {
+    "use_bidirectional_attention": "a token attends to later ones, so that no prefix can be reused",
+    "output_router_logits": "the loss of the routers is of padded batches; set it to False for generation",
+}
 
 
 @dataclass(frozen=True)
@@ -43,13 +58,15 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
             f"patch_model: all weights must lie on one device, this model's lie on {', '.join(sorted(map(str, devices)))}: "
             "load it without device_map, or with everything on one device"
         )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise NotImplementedError(
-            f"patch_model: rotary embeddings of type {rope_type!r} are not supported, because they change with the length of a prompt; "
-            f"supported types: {', '.join(ROPE_TYPES)}"
-        )
+    for rope_type in _rope_types(config):
+        if rope_type not in ROPE_TYPES:
+            raise NotImplementedError(
+                f"patch_model: rotary embeddings of type {rope_type!r} are not supported, because they change with the length of a prompt; "
+                f"supported types: {', '.join(ROPE_TYPES)}"
+            )
+    for field, meaning in _UNSUPPORTED_SETTINGS.items():
+        if getattr(config, field, None):
+            raise NotImplementedError(f"patch_model: {field}={getattr(config, field)!r} is not supported: {meaning}")
     return ModelShape(
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -58,3 +75,10 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         dtype=model.dtype,
         device=devices.pop(),
     )
+
+
+def _rope_types(config: PretrainedConfig) -> list[str]:
+    """The type of each rotary embedding of a model: mostly one, of some families one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
+    return [parameters.get("rope_type", parameters.get("type", "default")) for parameters in each]

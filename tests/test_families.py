@@ -1,0 +1,111 @@
+"""Every supported family in the main ways of decoding: the tokens of the unpatched model, and what was cached is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import radixkv
+from radixkv.integration.families import SUPPORTED
+from tests.families import FAMILIES, tiny_model
+from tests.models import EOS, assert_varied, counted_tokens, left_pad, new_tokens, prompt
+
+GREEDY = {"max_new_tokens": 16, "do_sample": False}
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "sampling": {"max_new_tokens": 16, "do_sample": True, "top_k": 30},
+    "beams": {**GREEDY, "num_beams": 3},
+    "prompt lookup": {**GREEDY, "prompt_lookup_num_tokens": 4, "eos_token_id": EOS},
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model, and its like patched."""
+    return tiny_model(request.param), radixkv.patch_model(tiny_model(request.param), num_blocks=200, block_size=16)
+
+
+def test_the_table_is_complete() -> None:
+    assert {f"{prefix}ForCausalLM" for prefix, _ in FAMILIES.values()} == set(SUPPORTED)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_family_in_a_mode(pair: tuple[Any, Any], mode: str) -> None:
+    reference, patched = pair
+    ids, mask = prompt(60, seed=1)[None], None
+    if mode != "prompt lookup":  # which takes one row
+        ids, mask = left_pad([prompt(60, seed=1), prompt(33, seed=2), torch.cat([prompt(60, seed=1)[:41], prompt(5, seed=3)])])
+    arguments = {"attention_mask": mask, **MODES[mode]}
+    torch.manual_seed(7)
+    expected = reference.generate(ids, **arguments)
+    assert_varied(new_tokens(expected, ids), 6)
+    for is_warm in (False, True):
+        before = patched.radixkv.stats()
+        torch.manual_seed(7)
+        assert torch.equal(patched.generate(ids, **arguments), expected)
+        after = patched.radixkv.stats()
+        patched.radixkv.check()
+        assert after.stock_calls == before.stock_calls
+        assert after.requests > before.requests
+        if is_warm:
+            assert after.cached_tokens > before.cached_tokens
+
+
+def test_logits_of_a_family(pair: tuple[Any, Any]) -> None:
+    """Cold, and warm over a cached prefix that is longer than any window."""
+    reference, patched = pair
+    ids = prompt(90, seed=4)[None]
+    wanted = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = reference.generate(ids, **wanted)
+    for computed in (90, 1):
+        with counted_tokens(patched) as rows:
+            got = patched.generate(ids, **wanted)
+        assert rows[0] == computed
+        assert torch.equal(got.sequences, expected.sequences)
+        for ours, theirs in zip(got.logits, expected.logits, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=5e-4, rtol=2e-4)
+
+
+def test_a_loop_of_ones_own(pair: tuple[Any, Any]) -> None:
+    reference, patched = pair
+    ids = prompt(50, seed=5)[None]
+    expected = reference.generate(ids, **GREEDY)
+    cache = patched.radixkv.new_cache()
+    tokens, feed = ids, ids
+    for _ in range(16):
+        with torch.no_grad():
+            feed = patched(feed, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        tokens = torch.cat([tokens, feed], 1)
+    assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("backend_attention", ["eager", "sdpa"])
+def test_scores_are_capped_where_the_models_own_attention_caps_them(backend_attention: str) -> None:
+    reference, patched = (tiny_model("Gemma2", attn_implementation=backend_attention) for _ in range(2))
+    assert reference.config._attn_implementation == backend_attention
+    radixkv.patch_model(patched, num_blocks=60, block_size=16)
+    ids = prompt(40, seed=6)[None]
+    wanted = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = reference.generate(ids, **wanted)
+    for _ in range(2):
+        got = patched.generate(ids, **wanted)
+        assert torch.equal(got.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), atol=5e-4, rtol=2e-4)
+
+
+def test_other_classes_are_refused_with_the_list() -> None:
+    config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=50)
+    with pytest.raises(TypeError, match="GPT2LMHeadModel is not supported; supported classes: Qwen2ForCausalLM, .*Gemma3ForCausalLM"):
+        radixkv.patch_model(transformers.GPT2LMHeadModel(config))
+
+
+@pytest.mark.parametrize(("family", "setting"), [("Gemma3", "use_bidirectional_attention"), ("Qwen2-MoE", "output_router_logits")])
+def test_settings_that_a_packed_forward_cannot_serve(family: str, setting: str) -> None:
+    model = tiny_model(family)
+    setattr(model.config, setting, True)
+    with pytest.raises(NotImplementedError, match=setting):
+        radixkv.patch_model(model)
