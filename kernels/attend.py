@@ -51,26 +51,30 @@ def _attend_tile(
     INTERPRET: tl.constexpr,
 ):
     """Attend all rows to the keys start .. start + TILE_KV; MASKED where some row does not see some of them."""
+    # Keys are origin + offs: with whole tiles offs is constant, where they are clamped it is the position itself.
+    origin = start
     offs = tl.arange(0, TILE_KV)
     if MASKED:
         # Keys outside key_begin .. key_end may be anything, NaN included: the nearest live key is loaded in their place.
+        origin = 0
+        offs += start
         if HAS_BEGIN:
-            offs = tl.maximum(offs, key_begin - start)
-        offs = tl.minimum(offs, key_end - 1 - start)
+            offs = tl.maximum(offs, key_begin)
+        offs = tl.minimum(offs, key_end - 1)
     # Unsigned, or a division rounds towards 0 with four instructions.
     offs = offs.to(tl.uint32, bitcast=True)
+    rows = offs % BLOCK_SIZE * HEAD_DIM
     offs_d = tl.arange(0, TILE_D)
     if BLOCK_SIZE >= TILE_KV:
         # The whole tile lies in one block, which holds at least one live key.
         block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        base = block * BLOCK_STRIDE + start % BLOCK_SIZE * HEAD_DIM
-        k_offs = (offs * HEAD_DIM)[None, :] + offs_d[:, None]
-        v_offs = (offs * HEAD_DIM)[:, None] + offs_d[None, :]
+        base = block * BLOCK_STRIDE + origin % BLOCK_SIZE * HEAD_DIM
+        k_offs = rows[None, :] + offs_d[:, None]
+        v_offs = rows[:, None] + offs_d[None, :]
         k_ptr += base
         v_ptr += base
     else:
-        blocks = tl.load(table_ptr + start // BLOCK_SIZE + offs // BLOCK_SIZE).to(tl.int64) * BLOCK_STRIDE
-        rows = offs % BLOCK_SIZE * HEAD_DIM
+        blocks = tl.load(table_ptr + origin // BLOCK_SIZE + offs // BLOCK_SIZE).to(tl.int64) * BLOCK_STRIDE
         k_offs = blocks[None, :] + (rows[None, :] + offs_d[:, None])
         v_offs = blocks[:, None] + (rows[:, None] + offs_d[None, :])
 
@@ -80,12 +84,12 @@ def _attend_tile(
     if HAS_SOFTCAP:
         x = tanh(x * inner)
     if MASKED:
+        offs_key = tl.arange(0, TILE_KV)[None, :]
+        seen = offs_key < (row_end - start)[:, None]
         if HAS_BEGIN:
-            # One unsigned comparison for both ends.
-            distance = (tl.arange(0, TILE_KV)[None, :] - (row_begin - start)[:, None]).to(tl.uint32, bitcast=True)
-            seen = distance < (row_end - row_begin).to(tl.uint32, bitcast=True)[:, None]
-        else:
-            seen = tl.arange(0, TILE_KV)[None, :] < (row_end - start)[:, None]
+            # A key below one end alone, as row_begin <= row_end. Xor goes into the second comparison; `and` becomes a second select, and
+            # one comparison of unsigned distances becomes bits, packed and unpacked again (Triton 3.6).
+            seen ^= offs_key < (row_begin - start)[:, None]
         x = tl.where(seen, x, float("-inf"))
     weights, row_max, row_sum, acc = softmax_step(x, outer, row_max, row_sum, acc)
     value = _load_keys(v_ptr, v_offs, offs_d[None, :], HEAD_DIM, TILE_D)
@@ -122,9 +126,9 @@ def attend_rows(
 ):
     """Return the running maximum, sum and accumulator of rows that see the keys row_begin .. row_end, one range per row.
 
-    key_begin .. key_end holds the ranges of all rows, and each row sees all of full_begin .. full_end. With HAS_BEGIN tiles begin at
-    multiples of TILE_KV. Without it all ranges begin at key_begin, a multiple of BLOCK_SIZE or TILE_KV, and so does the first tile;
-    row_begin and full_begin are not looked at.
+    key_begin .. key_end holds the ranges of all rows, and each row sees all of full_begin .. full_end. With HAS_BEGIN no range begins
+    before 0, and tiles begin at multiples of TILE_KV. Without it all ranges begin at key_begin, a multiple of BLOCK_SIZE or TILE_KV, and
+    so does the first tile; row_begin and full_begin are not looked at.
     """
     BLOCK_STRIDE: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     k_ptr += head * (BLOCK_SIZE * HEAD_DIM)

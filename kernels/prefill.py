@@ -81,7 +81,7 @@ def _prefill_kernel(
     key_begin = 0
     full_begin = 0
     if HAS_WINDOW:
-        row_begin = row_end - window
+        row_begin = tl.maximum(row_end - window, 0)
         key_begin = tl.maximum(full_end - window, 0)
         full_begin = tl.maximum(key_end - window, 0)
     row_max, row_sum, acc = attend_rows(

@@ -83,6 +83,11 @@ def test_window_of_several_tiles(dtype: torch.dtype) -> None:
     assert_matches_reference(paged_batch([30], [250], num_heads=2, num_kv_heads=1, sliding_window=170, dtype=dtype), sliding_window=170)
 
 
+def test_largest_window() -> None:
+    """Where a row's window begins, taken from where a tile does, does not wrap round: the row would see keys behind its own."""
+    assert_matches_reference(paged_batch([100], [0], num_heads=1, num_kv_heads=1, dtype=torch.float16), sliding_window=2**31 - 1)
+
+
 @pytest.mark.parametrize(
     ("softcap", "window"),
     [pytest.param(2.0, None, id="strong"), pytest.param(50.0, None, id="weak"), pytest.param(2.0, 9, id="with_window")],

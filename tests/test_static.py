@@ -36,8 +36,6 @@ FEW_ROWS: dict[str, tuple[float, float]] = {
 # By (head_dim, block_size).
 INSTRUCTIONS_PER_KB = {(64, 16): 76, (64, 64): 60, (128, 16): 47, (128, 64): 47}
 FLOP_PER_SLOT = {(64, 16): 750, (64, 64): 790, (128, 16): 1150, (128, 64): 1300}
-# Triton 3.6 turns the two-ended mask of a window into bits and unpacks them again, in the masked loop alone, which runs once or twice.
-DIAGONAL_WITH_WINDOW = {"3.6": (1.0, 1.56)}
 
 USAGE = " Function kernel:\n  REG:40 STACK:0 SHARED:0 LOCAL:0 TEXTURE:0\n"
 # An outer loop over .L_x_1 .. .L_x_4; inside it a loop whose second half, .L_x_3, lies behind the end of the outer one, and a branch
@@ -246,6 +244,4 @@ def test_machine_code_is_as_fast_as_it_must_be(kernel: str, model: str, block_si
         "extend": {**MANY_ROWS, "flop_per_slot": (FLOP_PER_SLOT[size], INF)},
         "merge": {"spills": (0, 0)},
     }
-    if window is not None and kernel in ("prefill", "extend"):
-        gates[kernel]["diagonal_ratio"] = DIAGONAL_WITH_WINDOW.get(triton.__version__[:3], MANY_ROWS["diagonal_ratio"])
     assert not outside(row, gates[kernel])
