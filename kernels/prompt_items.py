@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixkv.kernels.items import ItemLists, range_items
+from radixkv.kernels.items import ItemLists, decode_items, range_items
 from radixkv.kernels.layout import Layout
 from radixkv.kernels.pieces import wide_length
 from radixkv.kernels.ranges import cut, spread
@@ -77,7 +77,33 @@ def prompt_items(
     )
 
 
-def join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
+def mixed_items(
+    table: np.ndarray, new: np.ndarray, lens: np.ndarray, decoding: np.ndarray, layout: Layout, *, window: int | None, exact: bool
+) -> tuple[ItemLists, np.ndarray | None]:
+    """List the items of a step of prompt tokens and the decode rows among them.
+
+    Args:
+        table: int32 `[num_seqs, max_blocks]`, as in decode_items.
+        new, lens: `[num_seqs]`, new tokens and all tokens of each sequence.
+        decoding: bool `[num_seqs]`, which sequences decode.
+        layout, window, exact: as in decode_items.
+
+    Returns:
+        The lists, and the end of each token where there are partials; None: there are none.
+    """
+    starts = np.cumsum(new) - new
+    lists = prompt_items(np.where(decoding, 0, new), lens, layout, window=window, exact=exact, starts=starts)
+    if decoding.any():
+        seqs = np.flatnonzero(decoding)
+        decode = decode_items(table[seqs], lens[seqs], layout, window=window, exact=exact)
+        lists = _join_lists(lists, decode, seqs, starts[seqs], layout)
+    if not lists.num_partials and not decoding.any():
+        return lists, None
+    seqs, places = spread(new)
+    return lists, (lens - new + 1)[seqs] + places
+
+
+def _join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
     """Join the lists of a step's prompt tokens and those of its decode rows, which are the given sequences and tokens of the step."""
     first_entry = first_partial = prompt.num_partials
     items = []
