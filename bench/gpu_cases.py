@@ -103,7 +103,7 @@ class Case:
             heads.head_dim, heads.group, self.query.dtype, self.block_size, heads.num_kv_heads, current_arch(self.query), num_sms
         )
 
-    def work(self, *, exact: bool = False, capacity: Capacity | None = None, tokens_ago: int = 0) -> Work:
+    def work(self, *, exact: bool = False, capacity: Capacity | None = None, into: Work | None = None, tokens_ago: int = 0) -> Work:
         """The work list of this call for the Triton kernels, or the one that was built when the sequences were shorter."""
         return build_work(
             self.table,
@@ -114,6 +114,7 @@ class Case:
             layout=self.layout,
             exact=exact,
             capacity=capacity,
+            into=into,
             device=self.query.device,
         )
 

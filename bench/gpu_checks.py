@@ -121,7 +121,8 @@ def check_graph(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> 
     }
     capacity = Capacity.for_decode(num_seqs, 256 * scale, cases["short"].layout)
     held = _Held.of(cases["long"], capacity)
-    held.load(cases["short"], cases["short"].work(capacity=capacity))
+    cases["short"].work(capacity=capacity, into=held.work)
+    held.load(cases["short"])
     held.attend()
     run: Callable[[], Any] = held.attend
     if torch.cuda.is_available():
@@ -132,9 +133,9 @@ def check_graph(report: Report, deadline: Deadline, *, seed: int, dry: bool) -> 
         run = graph.replay
     for name, case in cases.items():
         tokens_ago = 9 if name == "grown on the device" else 0
-        work = case.work(capacity=capacity, tokens_ago=tokens_ago)
+        work = case.work(capacity=capacity, into=held.work, tokens_ago=tokens_ago)
         assert min(work.rebuild_at) > case.seq_lens[0], "this work must not be used any more at this length"
-        held.load(case, work)
+        held.load(case)
         held.out.fill_(float("nan"))
         run()
         error = attention_error(held.out, case.exact_rows(range(num_seqs)))
@@ -164,8 +165,8 @@ class _Held:
         tables = torch.full_like(case.block_table, -1), torch.zeros_like(case.seq_lens_device)
         return cls(torch.empty_like(case.query), *pools, *tables, out, lse, case.work(capacity=capacity), case.scale)
 
-    def load(self, case: Case, work: Work) -> None:
-        """Copy a case, and a work for it, to the fixed addresses."""
+    def load(self, case: Case) -> None:
+        """Copy a case to the fixed addresses; its work list is built where it is."""
         blocks, columns = case.k_pool.shape[0], min(case.table.shape[1], self.block_table.shape[1])
         self.query.copy_(case.query)
         for pool, source in ((self.k_pool, case.k_pool), (self.v_pool, case.v_pool)):
@@ -174,7 +175,6 @@ class _Held:
         self.block_table.fill_(-1)
         self.block_table[:, :columns].copy_(case.block_table[:, :columns])
         self.seq_lens.copy_(case.seq_lens_device)
-        self.work.refill(work)
 
     def attend(self) -> None:
         decode.decode_attention(

@@ -6,7 +6,7 @@ The shapes are those of Qwen2.5-0.5B (14 query heads, 2 K/V heads, head_dim 64) 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,9 @@ from radixkv.kernels import decode, prefill, reference, store, torch_ops
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import ItemLists, decode_items
 from radixkv.kernels.merge import merge_partials
-from radixkv.kernels.work import Backend, Phase, Work, build_work
+from radixkv.kernels.work import Backend, Capacity, Phase, Work, build_work
 from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
+from tests.item_lists import BEST_OF_8, FEW_SHOT, SHARED_8K, Tree, forest
 
 DEVICE = kernel_device()
 ON_GPU = DEVICE.type == "cuda"
@@ -166,22 +167,60 @@ def test_bench_merge_partials(benchmark: Any) -> None:
     measure(benchmark, lambda: KERNELS.merge_partials(out, lse))
 
 
-@pytest.mark.parametrize("shared_blocks", [pytest.param(0, id="private"), pytest.param(100, id="shared")])
-@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
-def test_bench_decode_work(benchmark: Any, shared_blocks: int, exact: bool) -> None:
-    """The items of 64 sequences of 8k tokens over blocks of 64, as the Triton kernels get them; their copy to a device is not included."""
-    table = np.random.default_rng(0).permutation(64 * 128).astype(np.int32).reshape(64, 128)
-    table[:, :shared_blocks] = table[0, :shared_blocks]
-    lens = np.arange(8192 - 63, 8192 + 1)
+PLANS = [
+    pytest.param([(8192, None)] * 64, id="64x8k"),
+    pytest.param([(tokens, None) for tokens in range(1000, 16001, 236)], id="ragged"),
+    pytest.param(SHARED_8K, id="64x(8k+256)"),
+    pytest.param(FEW_SHOT, id="few_shot"),
+    pytest.param(BEST_OF_8, id="best_of_8"),
+]
+
+
+@pytest.mark.parametrize("trees", PLANS)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_bench_decode_items(benchmark: Any, trees: list[Tree], block_size: int) -> None:
+    """The items of a decode step, as the Triton kernels get them; their copy to a device is not included."""
+    table, lens = forest(trees, block_size)
+    layout = replace(LAYOUT, block_size=block_size)
 
     def run() -> ItemLists:
-        return decode_items(table, lens, LAYOUT, exact=exact)
+        return decode_items(table, lens, layout)
 
-    assert_items_cover(run(), table, lens)
-    benchmark.pedantic(run, rounds=20, iterations=5, warmup_rounds=3)
+    assert_items_cover(run(), table, lens, block_size)
+    benchmark.pedantic(run, rounds=200, iterations=5, warmup_rounds=3)
 
 
-def assert_items_cover(lists: ItemLists, table: np.ndarray, lens: np.ndarray) -> None:
+def test_bench_exact_decode_items(benchmark: Any) -> None:
+    table, lens = forest([(8192, None)] * 64, 64)
+
+    def run() -> ItemLists:
+        return decode_items(table, lens, LAYOUT, exact=True)
+
+    assert_items_cover(run(), table, lens, 64)
+    benchmark.pedantic(run, rounds=200, iterations=5, warmup_rounds=3)
+
+
+@pytest.mark.parametrize("trees", PLANS)
+def test_bench_rebuild_work(benchmark: Any, trees: list[Tree]) -> None:
+    """A work list built anew in the tensors of the one before, all that the host does for a decode step whose rows outgrew it."""
+    table, lens = forest(trees, 64)
+    ones, seq_lens = [1] * len(lens), lens.tolist()
+    capacity = Capacity.for_decode(len(lens), 2 * int(lens.max()), LAYOUT)
+    options: dict[str, Any] = {"phases": "decode", "backend": "triton", "layout": LAYOUT, "capacity": capacity, "device": "cpu"}
+    work = build_work(table, ones, seq_lens, **options)
+    wanted = build_work(table, ones, seq_lens, **options).storage
+
+    def run() -> Work:
+        return build_work(table, ones, seq_lens, into=work, **options)
+
+    assert work.storage is not None and wanted is not None
+    work.storage.zero_()
+    run()
+    assert torch.equal(work.storage, wanted)
+    benchmark.pedantic(run, rounds=200, iterations=5, warmup_rounds=3)
+
+
+def assert_items_cover(lists: ItemLists, table: np.ndarray, lens: np.ndarray, block_size: int) -> None:
     """Assert that each query head of a group sees each key of its sequence once, through a row of the table that agrees with its own."""
     seen = [np.zeros((LAYOUT.group, length), dtype=np.int64) for length in lens]
     rows = [
@@ -193,5 +232,7 @@ def assert_items_cover(lists: ItemLists, table: np.ndarray, lens: np.ndarray) ->
         token = lists.entry_tokens[entry]
         end = min(end, lens[token])
         seen[token][heads, begin:end] += 1
-        assert np.array_equal(table[seq, begin // 64 : -(-end // 64)], table[token, begin // 64 : -(-end // 64)])
+        assert np.array_equal(
+            table[seq, begin // block_size : -(-end // block_size)], table[token, begin // block_size : -(-end // block_size)]
+        )
     assert all((counts == 1).all() for counts in seen)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixkv.kernels.items import ItemLists, Layout, range_items, wide_demand
-from radixkv.kernels.ranges import choose_ranges, cut, spread
+from radixkv.kernels.items import ItemLists, decode_items, range_items
+from radixkv.kernels.layout import Layout
+from radixkv.kernels.pieces import wide_length
+from radixkv.kernels.ranges import cut, spread
 
 
 def prompt_items(
@@ -36,29 +38,31 @@ def prompt_items(
     split = longest > max(1.5 * per_slot, 4 * layout.chunk)
     if exact or layout.group > layout.wide_rows:
         split[:] = False
-    tiles, tile_keys = _tiles(np.where(split, 0, new), lens, window, layout)
+    prefill_tiles, tile_keys = _tiles(np.where(split, 0, new), lens, window, layout)
     none = np.zeros(0, np.int32)
     if not split.any():
         items = np.zeros((0, 5), np.int32)
-        return ItemLists(tiles, items, items, none, none, none, np.zeros(1, np.int32), lens + 1, tile_keys, none, none, 0)
+        return ItemLists(prefill_tiles, items, items, none, none, none, np.zeros(1, np.int32), lens + 1, tile_keys, none, none, 0)
     seqs = np.flatnonzero(split)
     sizes, begins, ends = new[seqs], live_from[seqs], lens[seqs]
-    counts = choose_ranges(wide_demand(ends - begins, sizes.astype(np.float64), layout, 2 * layout.tile_kv, float("inf")))
+    tiles = -(-(ends - begins) // layout.tile_kv)
+    shapes = zip(tiles.tolist(), sizes.tolist(), strict=True)
+    counts = -(-tiles // wide_length(shapes, layout, 2 * layout.tile_kv))
     # The last range holds all new tokens, so that each of them sees keys of every range.
     counts = np.minimum(counts, np.maximum((ends - begins) // (sizes + 2 * layout.tile_kv), 1))
-    pieces, numbers, first_keys, end_keys = cut(begins, ends, counts, layout.tile_kv)
+    pieces, numbers, first_keys, end_keys, _ = cut(begins, ends, counts, layout.tile_kv)
     starts = np.cumsum(new) - new if starts is None else starts
     ranges, places = spread(sizes[pieces])
     num_ranges = np.repeat(counts, sizes)
     merge_ranges = np.concatenate([[0], np.cumsum(num_ranges)])
     split_tokens, split_places = spread(sizes)
     first_split = np.cumsum(sizes) - sizes
-    group = layout.group
-    first_rows = (np.cumsum(sizes[pieces]) - sizes[pieces]) * group
-    arrays = (seqs[pieces], first_keys, end_keys, end_keys - first_keys, -(-layout.wide_slots // layout.num_kv_heads))
-    wide, wide_keys = range_items(first_rows, sizes[pieces] * group, layout.wide_rows, *arrays)
+    first_entries = np.cumsum(sizes[pieces]) - sizes[pieces]
+    rows = np.stack((first_entries, sizes[pieces], seqs[pieces], first_keys, end_keys), axis=1).astype(np.int32)
+    per_round = -(-layout.wide_slots // layout.num_kv_heads)
+    wide, wide_keys = range_items(rows, end_keys - first_keys, layout.group, layout.wide_rows, per_round)
     return ItemLists(
-        prefill_tiles=tiles,
+        prefill_tiles=prefill_tiles,
         narrow=np.zeros((0, 5), np.int32),
         wide=wide,
         entry_tokens=(starts[seqs[pieces]][ranges] + places).astype(np.int32),
@@ -73,7 +77,33 @@ def prompt_items(
     )
 
 
-def join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
+def mixed_items(
+    table: np.ndarray, new: np.ndarray, lens: np.ndarray, decoding: np.ndarray, layout: Layout, *, window: int | None, exact: bool
+) -> tuple[ItemLists, np.ndarray | None]:
+    """List the items of a step of prompt tokens and the decode rows among them.
+
+    Args:
+        table: int32 `[num_seqs, max_blocks]`, as in decode_items.
+        new, lens: `[num_seqs]`, new tokens and all tokens of each sequence.
+        decoding: bool `[num_seqs]`, which sequences decode.
+        layout, window, exact: as in decode_items.
+
+    Returns:
+        The lists, and the end of each token where there are partials; None: there are none.
+    """
+    starts = np.cumsum(new) - new
+    lists = prompt_items(np.where(decoding, 0, new), lens, layout, window=window, exact=exact, starts=starts)
+    if decoding.any():
+        seqs = np.flatnonzero(decoding)
+        decode = decode_items(table[seqs], lens[seqs], layout, window=window, exact=exact)
+        lists = _join_lists(lists, decode, seqs, starts[seqs], layout)
+    if not lists.num_partials and not decoding.any():
+        return lists, None
+    seqs, places = spread(new)
+    return lists, (lens - new + 1)[seqs] + places
+
+
+def _join_lists(prompt: ItemLists, decode: ItemLists, seqs: np.ndarray, tokens: np.ndarray, layout: Layout) -> ItemLists:
     """Join the lists of a step's prompt tokens and those of its decode rows, which are the given sequences and tokens of the step."""
     first_entry = first_partial = prompt.num_partials
     items = []

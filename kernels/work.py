@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from radixkv.kernels.items import ItemLists, Layout, decode_items
-from radixkv.kernels.prompt_items import join_lists, prompt_items
-from radixkv.kernels.ranges import MOST_ROUNDS, spread
+from radixkv.kernels.items import ItemLists, decode_items
+from radixkv.kernels.layout import Layout
+from radixkv.kernels.packing import Capacity, pack
+from radixkv.kernels.prompt_items import mixed_items
 
 Phase = Literal["prefill", "decode"]
 Backend = Literal["torch", "triton"]
@@ -37,32 +36,6 @@ class SplitItems:
     @property
     def capacity(self) -> int:
         return self.items.shape[0]
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Fixed sizes of the tensors of a decode step's work, so that one can be copied into another's addresses.
-
-    Attributes:
-        num_tokens: tokens of the step.
-        num_narrow, num_wide: items of either kernel; 0: it never runs.
-        num_partials: partials, of which each entry writes one.
-    """
-
-    num_tokens: int
-    num_narrow: int
-    num_wide: int
-    num_partials: int
-
-    @classmethod
-    def for_decode(cls, num_seqs: int, max_len: int, layout: Layout, *, exact: bool = False) -> Capacity:
-        """Return what holds any decode step of up to num_seqs sequences of up to max_len tokens."""
-        if exact:
-            chunks = num_seqs * -(-max_len // layout.chunk)
-            return cls(num_seqs, chunks, 0, chunks)
-        ranges = num_seqs + MOST_ROUNDS * -(-layout.narrow_slots // layout.num_kv_heads)
-        # Shared ranges are few, but each costs every sequence a partial; a tree that needs more is attended to flat.
-        return cls(num_seqs, ranges + num_seqs, ranges, ranges + 8 * num_seqs)
 
 
 @dataclass(frozen=True)
@@ -130,20 +103,6 @@ class Work:
             buffers[num_heads, head_dim] = part_out, torch.empty(part_out.shape[:2], dtype=torch.float32, device=device)
         return buffers[num_heads, head_dim]
 
-    def refill(self, other: Work) -> Work:
-        """Copy a work of the same capacity into the tensors of this one, in one copy, and return it as it is then.
-
-        Addresses and partial buffers stay, so that a captured graph serves the other step.
-
-        Raises:
-            ValueError: the works were built with different capacities, or without.
-        """
-        mine, its = self.storage, other.storage
-        if mine is None or its is None or mine.shape != its.shape or self.num_partials != other.num_partials:
-            raise ValueError(f"Work.refill: capacities must be equal, got {other.num_partials} partials for {self.num_partials}")
-        mine.copy_(its, non_blocking=True)
-        return replace(self, query_lens=other.query_lens, seq_lens=other.seq_lens, rebuild_at=other.rebuild_at)
-
 
 def build_work(
     block_tables: Sequence[Sequence[int]] | np.ndarray,
@@ -156,6 +115,7 @@ def build_work(
     window: int | None = None,
     exact: bool = False,
     capacity: Capacity | None = None,
+    into: Work | None = None,
     device: torch.device | str,
 ) -> Work:
     """Build the work list of one step from host data; nothing is read back from the device.
@@ -172,11 +132,13 @@ def build_work(
         exact: the exact plan: a row's result does not depend on the rest of the batch.
         capacity: sizes of the tensors of a decode step; None: as large as they need to be. A tree of shared runs that does not fit is
             attended to flat.
+        into: a work of the same capacity, which is used no more. Its tensors are overwritten, in one copy, and are those of the result:
+            addresses and partial buffers stay, so that a captured graph serves the other step.
         device: where the tensors are to live.
 
     Raises:
-        ValueError: lists of different lengths, a decode row whose query_len is not 1, Triton without a layout, or a step above its
-            capacity.
+        ValueError: lists of different lengths, a decode row whose query_len is not 1, Triton without a layout, a step above its
+            capacity, or another capacity than that of `into`.
     """
     num_seqs = len(seq_lens)
     num_phases = num_seqs if isinstance(phases, str) else len(phases)
@@ -186,11 +148,8 @@ def build_work(
             f"{len(query_lens)} query_lens, {num_seqs} seq_lens, {num_phases} phases"
         )
     new, lens = np.array(query_lens, dtype=np.int64), np.array(seq_lens, dtype=np.int64)
-    if isinstance(phases, str):
-        decoding = np.full(num_seqs, phases == "decode")
-    else:
-        decoding = np.array([phase == "decode" for phase in phases], dtype=bool)
-    if (new[decoding] != 1).any():
+    decoding = np.array([phase == "decode" for phase in ([phases] if isinstance(phases, str) else phases)], dtype=bool)
+    if np.count_nonzero((new != 1) & decoding):
         raise ValueError("build_work: query_lens must all be 1 in decode")
     if backend == "torch":
         block_ids = [torch.tensor(row, dtype=torch.int64, device=device) for row in block_tables]
@@ -199,21 +158,14 @@ def build_work(
         raise ValueError("build_work: the triton backend needs a layout, got None")
     if capacity is not None and phases != "decode":
         raise ValueError("build_work: only a decode step has a capacity, got prompt tokens")
-    ends = None
+    table, ends = _table(block_tables) if decoding.any() else np.zeros((num_seqs, 0), np.int32), None
     if phases == "decode":
-        lists = decode_items(_table(block_tables), lens, layout, window=window, exact=exact)
-        if capacity is not None and not _fits(lists, capacity):
-            lists = decode_items(_table(block_tables), lens, layout, window=window, exact=exact, share=False)
+        lists = decode_items(table, lens, layout, window=window, exact=exact)
+        if capacity is not None and not capacity.holds(lists):
+            lists = decode_items(table, lens, layout, window=window, exact=exact, share=False)
     else:
-        lists = prompt_items(np.where(decoding, 0, new), lens, layout, window=window, exact=exact, starts=np.cumsum(new) - new)
-        if decoding.any():
-            seqs = np.flatnonzero(decoding)
-            decode = decode_items(_table(block_tables)[seqs], lens[seqs], layout, window=window, exact=exact)
-            lists = join_lists(lists, decode, seqs, (np.cumsum(new) - new)[seqs], layout)
-        if lists.num_partials or decoding.any():
-            seqs, places = spread(new)
-            ends = (lens - new + 1)[seqs] + places
-    return _upload(new.tolist(), lens.tolist(), lists, ends, layout, capacity, device)
+        lists, ends = mixed_items(table, new, lens, np.broadcast_to(decoding, new.shape), layout, window=window, exact=exact)
+    return _upload(new.tolist(), lens.tolist(), lists, ends, layout, capacity, into, device)
 
 
 def work_from_tensors(
@@ -266,15 +218,6 @@ def _table(block_tables: Sequence[Sequence[int]] | np.ndarray) -> np.ndarray:
     return table
 
 
-def _fits(lists: ItemLists, capacity: Capacity) -> bool:
-    return (
-        len(lists.merge_tokens) <= capacity.num_tokens
-        and len(lists.narrow) <= capacity.num_narrow
-        and len(lists.wide) <= capacity.num_wide
-        and lists.num_partials <= capacity.num_partials
-    )
-
-
 def _upload(
     query_lens: list[int],
     seq_lens: list[int],
@@ -282,34 +225,19 @@ def _upload(
     ends: np.ndarray | None,
     layout: Layout,
     capacity: Capacity | None,
+    into: Work | None,
     device: torch.device | str,
 ) -> Work:
     """Put item lists on the device in one copy, in tensors as large as the capacity, if there is one, asks for."""
-    needed = Capacity(len(lists.merge_tokens), len(lists.narrow), len(lists.wide), lists.num_partials)
-    if capacity is not None and not _fits(lists, capacity):
-        raise ValueError(f"build_work: capacity must be {needed} or more, got {capacity}")
-    sizes = capacity or needed
-    # (name, array, rows that its tensor has at least)
-    parts = [
-        ("narrow", lists.narrow, sizes.num_narrow),
-        ("wide", lists.wide, sizes.num_wide),
-        ("entry_tokens", lists.entry_tokens, sizes.num_partials),
-        ("entry_partials", lists.entry_partials, sizes.num_partials),
-        ("merge_tokens", lists.merge_tokens, sizes.num_tokens),
-        ("merge_ranges", lists.merge_ranges, sizes.num_tokens + 1),
-        ("prefill_tiles", lists.prefill_tiles, 0),
-        ("ends", np.zeros(0, np.int32) if ends is None else ends, 0),
-        ("narrow_count", np.array([len(lists.narrow)]), 0),
-        ("wide_count", np.array([len(lists.wide)]), 0),
-        ("merge_count", np.array([len(lists.merge_tokens)]), 0),
-    ]
-    shapes = {name: (max(len(array), least), *array.shape[1:]) for name, array, least in parts}
-    # Each begins at a multiple of 16 bytes: sizes and gaps in turn.
-    pieces = [length for shape in shapes.values() for length in (math.prod(shape), -math.prod(shape) % 4)]
-    host = np.zeros(sum(pieces), dtype=np.int32)
-    begins = [0, *accumulate(pieces)][::2]
-    for (_, array, _), begin in zip(parts, begins, strict=False):
-        host[begin : begin + array.size] = array.ravel()
+    if capacity is not None and not capacity.holds(lists):
+        raise ValueError(f"build_work: capacity must be {Capacity.of(lists)} or more, got {capacity}")
+    sizes = capacity or Capacity.of(lists)
+    host, pieces, shapes = pack(lists, ends, sizes)
+    if into is not None:
+        if into.storage is None or into.storage.shape != host.shape or into.num_partials != sizes.num_partials:
+            raise ValueError(f"build_work: into must be a work of capacity {sizes}, got one of {into.num_partials} partials")
+        into.storage.copy_(torch.from_numpy(host))
+        return replace(into, query_lens=query_lens, seq_lens=seq_lens, rebuild_at=lists.rebuild_at.tolist())
     storage = torch.from_numpy(host).to(device)
     views = dict(zip(shapes, storage.split(pieces)[::2], strict=True))
     for name in ("narrow", "wide", "prefill_tiles"):

@@ -71,16 +71,18 @@ class Backend:
         *,
         carried: dict | None = None,
         max_len: int | None = None,
+        into: Work | None = None,
     ) -> Work:
         """The work of a step of one generated token per row, as above.
 
-        With max_len its tensors are of the size that serves all steps of as many rows up to that length.
+        With max_len its tensors are of the size that serves all steps of as many rows up to that length; they are those of `into` if
+        such a work is given.
         """
         capacity = None
         if max_len is not None:
             assert self._layout is not None, "only Triton's work has a capacity"
             capacity = Capacity.for_decode(len(seq_lens), max_len, self._layout, exact=self.exact)
-        return self._build("decode", tables, [1] * len(seq_lens), seq_lens, window, carried, capacity)
+        return self._build("decode", tables, [1] * len(seq_lens), seq_lens, window, carried, capacity, into)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1
@@ -111,7 +113,7 @@ class Backend:
             query, k_pool, v_pool, plan.block_table, plan.cu_query_lens, plan.seq_lens, **options
         )[0]
 
-    def _build(self, phase, tables, query_lens, seq_lens, window, carried, capacity=None) -> Work:
+    def _build(self, phase, tables, query_lens, seq_lens, window, carried, capacity=None, into=None) -> Work:
         work = build_work(
             tables,
             query_lens,
@@ -122,9 +124,10 @@ class Backend:
             window=window,
             exact=self.exact,
             capacity=capacity,
+            into=into,
             device=self._device,
         )
-        return replace(work, carried=carried, round_as_sdpa=True)
+        return replace(work, carried=carried, round_as_sdpa=True) if self.name == "torch" else work
 
 
 def resolve_backend(name: str, device: torch.device) -> str:

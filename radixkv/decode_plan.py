@@ -15,7 +15,7 @@ from radixkv.sequence import Sequence
 # Columns of the block table come in powers of two from here, so that a growing row seldom asks for another table.
 MIN_BLOCKS = 64
 
-BuildDecodeWork = Callable[[np.ndarray, np.ndarray, int | None], Work]
+BuildDecodeWork = Callable[[np.ndarray, np.ndarray, int | None, Work | None], Work]
 
 
 class DecodePlan:
@@ -30,7 +30,8 @@ class DecodePlan:
         block_size: tokens per block.
         device: where the tensors are.
         advance: the backend's `advance_rows`.
-        build_work: makes the work list of (block table [num_rows, max_blocks], lengths [num_rows], window), always of one capacity.
+        build_work: makes the work list of (block table [num_rows, max_blocks], lengths [num_rows], window), always of one capacity, in the
+            tensors of the work that it is given besides, if any.
 
     Attributes:
         positions, slots: int64 [num_rows]. block_table: int32 [num_rows, max_blocks]. seq_lens: int32 [num_rows], 0 in an empty row. They
@@ -87,7 +88,7 @@ class DecodePlan:
         self._ready, self._jumps = False, jumps
         for window, work in self.works.items():
             if self._stale or bool((self._lens >= np.array(work.rebuild_at)).any()):
-                self.works[window] = work.refill(self._build(window))
+                self.works[window] = self._build(window, work)
         self._stale = False
 
     def advance(self) -> None:
@@ -102,7 +103,7 @@ class DecodePlan:
     def work(self, window: int | None) -> Work:
         """The work list of the layers with this window."""
         if window not in self.works:
-            self.works[window] = self._build(window)
+            self.works[window] = self._build(window, None)
         return self.works[window]
 
     @torch.inference_mode(False)
@@ -136,9 +137,9 @@ class DecodePlan:
         where, what = torch.from_numpy(entries), torch.from_numpy(blocks)
         self._flat_table.index_copy_(0, where.to(self._flat_table.device), what.to(self._flat_table.device))
 
-    def _build(self, window: int | None) -> Work:
+    def _build(self, window: int | None, into: Work | None) -> Work:
         self.num_builds += 1
-        return self._build_work(self._table, self._lens, window)
+        return self._build_work(self._table, self._lens, window, into)
 
 
 def columns_for(num_blocks: int) -> int:

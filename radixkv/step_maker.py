@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
+
 from radixkv.attention import Backend
 from radixkv.decode_plan import DecodePlan, columns_for
 from radixkv.kernels.work import Work
@@ -77,13 +79,17 @@ class StepMaker:
         kept = self._decode_plans.get(key)
         if kept is not None and kept.max_blocks >= columns and not kept.in_use:
             return kept
+
+        def build_work(table: np.ndarray, lens: np.ndarray, window: int | None, into: Work | None) -> Work:
+            return self._backend.build_decode_work(table, lens, window, max_len=columns * self._pool.block_size, into=into)
+
         plan = DecodePlan(
             key,
             columns,
             block_size=self._pool.block_size,
             device=self._pool.device,
             advance=self._backend.advance_rows,
-            build_work=partial(self._backend.build_decode_work, max_len=columns * self._pool.block_size),
+            build_work=build_work,
         )
         if kept is None or not kept.in_use:
             if num_rows is None:  # of any number of rows, so that plans would pile up

@@ -40,13 +40,9 @@ class Rows:
 
 
 def make_plan(num_rows: int, max_blocks: int = MIN_BLOCKS) -> DecodePlan:
-    def build_work(table: np.ndarray, lens: np.ndarray, window: int | None) -> Any:
-        def refill(other: SimpleNamespace) -> SimpleNamespace:
-            other.refills = work.refills + 1
-            return other
-
-        work = SimpleNamespace(window=window, rebuild_at=(lens + GROWTH).tolist(), refills=0, refill=refill)
-        return work
+    def build_work(table: np.ndarray, lens: np.ndarray, window: int | None, into: Any) -> Any:
+        refills = 0 if into is None else into.refills + 1
+        return SimpleNamespace(window=window, rebuild_at=(lens + GROWTH).tolist(), refills=refills)
 
     return DecodePlan(
         num_rows, max_blocks, block_size=BLOCK_SIZE, device=torch.device("cpu"), advance=reference.advance_rows, build_work=build_work

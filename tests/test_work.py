@@ -160,7 +160,7 @@ def test_a_step_of_decode_rows_listed_one_by_one_is_a_mixed_step() -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_works_of_one_capacity_are_copied_into_one_another(exact: bool) -> None:
+def test_works_of_one_capacity_are_built_into_one_another(exact: bool) -> None:
     capacity = Capacity.for_decode(8, 4000, LAYOUT, exact=exact)
     first = build([1] * 2, [40, 3000], "decode", np.arange(400, dtype=np.int32).reshape(2, 200), capacity=capacity, exact=exact)
     assert (first.wide is None) == exact and first.storage is not None and first.narrow is not None and first.merge_count is not None
@@ -171,7 +171,7 @@ def test_works_of_one_capacity_are_copied_into_one_another(exact: bool) -> None:
         table, lens = forest(trees, 16, seed)
         batch = forest_batch(table, lens, LAYOUT)
         other = build([1] * len(lens), lens.tolist(), "decode", table, capacity=capacity, exact=exact)
-        first = first.refill(other)
+        first = build([1] * len(lens), lens.tolist(), "decode", table, capacity=capacity, exact=exact, into=first)
         kept = (first.storage, first.narrow.items, first.narrow.count, first.merge_count)  # type: ignore[union-attr]
         assert [tensor.data_ptr() for tensor in kept] == addresses  # type: ignore[union-attr]
         assert first.partials(4, 64)[0] is partials[0]
@@ -199,9 +199,9 @@ def test_what_a_capacity_does_not_hold_is_refused() -> None:
         build([1], [9000], "decode", np.zeros((1, 600), np.int32), capacity=Capacity(1, 4, 4, 4), exact=True)
     with pytest.raises(ValueError, match="only a decode step has a capacity"):
         build([2], [9], "prefill", capacity=Capacity(1, 4, 4, 4))
-    small, large = (build([1], [9], "decode", capacity=Capacity(1, size, 0, size)) for size in (4, 8))
-    with pytest.raises(ValueError, match="Work.refill: capacities must be equal"):
-        small.refill(large)
+    small = build([1], [9], "decode", capacity=Capacity(1, 4, 0, 4))
+    with pytest.raises(ValueError, match="into must be a work of capacity"):
+        build([1], [9], "decode", capacity=Capacity(1, 8, 0, 8), into=small)
 
 
 def test_from_tensors_reads_the_lengths_and_only_live_block_ids() -> None:
