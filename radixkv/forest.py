@@ -76,26 +76,25 @@ class Forest:
             node = node.parent
         return self._branch(node, border - node.start)
 
-    def extend(self, found: tuple[Node, int, int], key: bytes, blocks: Sequence[int], base: int = 0) -> Added:
+    def extend(self, found: tuple[Node, int, int], key: bytes, adopted: list[int], base: int = 0) -> Added:
         """Stores what a walk did not find. A leaf that nobody leases, and in which the walk ended, grows in place.
 
-        Whatever may fail for want of memory comes before what it would leave half done.
+        Whatever may fail for want of memory comes before what it would leave half done, or is undone.
 
         Args:
             found: what `walk` returned for the key. It ended before the key does.
             key: the tokens after the first `base` bytes of the prefix, whole blocks.
-            blocks: their blocks.
+            adopted: the blocks from the one on that holds the first new token; the forest's from now on.
             base: where the key begins.
         """
         node, start, matched = found
         first_adopted = (start + matched - base) // self._block_bytes
-        adopted = list(blocks[first_adopted:])
         version, num_blocks, num_bytes = self.version + 1, self.num_blocks + len(adopted), self.num_bytes
         if matched == len(node.edge) and not node.locks and not node.children and start >= base:
-            edge, replaced = key[start - base :], node.blocks[len(node.edge) // self._block_bytes :]
-            num_blocks, num_bytes = num_blocks - len(replaced), num_bytes + len(edge) - matched
-            added = Added(node, first_adopted, replaced, node.edge)
-            self._reshape(node, edge, node.blocks[: len(node.blocks) - len(replaced)] + adopted)
+            edge, num_full = key[start - base :], matched // self._block_bytes
+            added = Added(node, first_adopted, node.blocks[num_full:], node.edge)
+            num_blocks, num_bytes = num_blocks - len(added.replaced), num_bytes + len(edge) - matched
+            self._reshape(node, edge, num_full, adopted)
         else:
             parent = self._branch(node, first_adopted * self._block_bytes + base - start)
             leaf = Node(key[first_adopted * self._block_bytes :], adopted, parent)
@@ -116,7 +115,7 @@ class Forest:
             num_kept = len(added.edge_before) // self._block_bytes
             self.num_blocks -= len(node.blocks) - num_kept - len(added.replaced)
             self.num_bytes -= len(node.edge) - len(added.edge_before)
-            self._reshape(node, added.edge_before, node.blocks[:num_kept] + added.replaced)
+            self._reshape(node, added.edge_before, num_kept, added.replaced)
 
     def add_below(self, anchor: Node, key: bytes, blocks: Sequence[int]) -> Added:
         """Stores what follows a node, which ends at a block border. What is there already is left as it is, its recency too."""
@@ -124,7 +123,7 @@ class Forest:
         found = walk(anchor, key, len(key), self._block_bytes)
         if found[1] + found[2] == base + len(key):
             return Added(found[0], len(blocks), [])
-        return self.extend(found, key, blocks, base)
+        return self.extend(found, key, list(blocks[(found[1] + found[2] - base) // self._block_bytes :]), base)
 
     def give_up(self, num_blocks: int, victims: Callable[[Node], None] | None = None) -> list[int]:
         """Gives up blocks, see `RadixTree.evict`; the history has been told why. Where memory runs out, fewer than were wanted."""
@@ -219,19 +218,23 @@ class Forest:
         elif not parent.locks and not parent.place:
             parent.queue.expose(parent)
 
-    def _reshape(self, leaf: Node, edge: bytes, blocks: list[int]) -> None:
-        """Gives an unlocked leaf another edge that begins with the same tokens, or, if memory is short, raises and changes nothing."""
-        parent, edge_before, blocks_before = leaf.parent, leaf.edge, leaf.blocks
+    def _reshape(self, leaf: Node, edge: bytes, num_kept: int, tail: list[int]) -> None:
+        """Gives an unlocked leaf another edge that begins with the same tokens, and other blocks after the first num_kept.
+
+        If memory is short, it raises and changes nothing.
+        """
+        parent, edge_before, tail_before = leaf.parent, leaf.edge, leaf.blocks[num_kept:]
         assert parent is not None
         key_before, key = edge_before[: self._block_bytes], edge[: self._block_bytes]
         try:
             if key != key_before:
                 parent.add_child(key, leaf)
                 parent.remove_child(key_before)
-            leaf.edge, leaf.blocks = edge, blocks
+            leaf.blocks[num_kept:] = tail
+            leaf.edge = edge
             leaf.queue.renew(leaf)
         except BaseException:
-            leaf.edge, leaf.blocks = edge_before, blocks_before
+            leaf.edge, leaf.blocks[num_kept:] = edge_before, tail_before
             if key != key_before and key in parent.children:
                 parent.remove_child(key)
                 if key_before not in parent.children:

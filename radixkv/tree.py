@@ -228,13 +228,14 @@ class RadixTree:
             return inserted
         # Before what it would leave half done if it failed for want of memory.
         num_bytes = self.forest.num_bytes
-        path = node.path_blocks()[: (start + matched) // self._block_bytes]
-        path += blocks[len(path) :]
-        added = self.forest.extend(found, key, blocks)
+        first_adopted = (start + matched) // self._block_bytes
+        adopted = list(blocks[first_adopted:])
+        path = node.path_blocks()[:first_adopted] + adopted
+        added = self.forest.extend(found, key, adopted)
         try:
             if priority is not None:
                 added.node.queue.set_priority(added.node, priority)
-            inserted = Inserted(path, added.first_adopted, added.replaced)
+            inserted = Inserted(path, first_adopted, added.replaced)
             self.history.store(self, key, self.forest.num_bytes - num_bytes, namespace)
         except BaseException:
             self.forest.retract(added)
