@@ -58,7 +58,8 @@ def packed_forward(
     elif num_columns != 1:
         raise NotImplementedError("radixkv: generate() sent several new tokens at once, which is not supported yet (assisted decoding)")
     else:
-        output = _decode(cache, cache.batch, input_ids, run, str(sorted(inputs.items())))
+        # A captured step computes with the adapters that were switched on then, which the namespace's first parts name.
+        output = _decode(cache, cache.batch, input_ids, run, f"{sorted(inputs.items())} {cache.batch.namespace[:-2]}")
     cache.num_columns += num_columns
     output[argument] = cache
     return output

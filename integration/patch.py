@@ -203,6 +203,7 @@ def _stock_reason(
         "attentions or hidden states are asked for": bool(config.output_attentions or config.output_hidden_states),
         "the model is in training mode": model.training,
         "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
+        "adapters are named for each row": model.radixkv.names_adapters_per_row(),
     }
     if mask is not None:
         real = mask != 0
@@ -222,7 +223,15 @@ def _forward(model: Any, own_call: Any, cache: GenerationCache, argument: str, a
         return cache.update()  # raises: a cache outside its call
     if args:
         raise NotImplementedError("radixkv: generate() passed positional arguments to the model, which is not supported")
-    return packed_forward(model, own_call, cache, argument, call.lease, dict(kwargs))
+    handle: ModelCache = model.radixkv
+    handle.note_adapters(cache.batch)
+    if cache.batch is not None:
+        if cache.batch.is_mixed:
+            cache.graphs = None  # captured with other adapters
+        return packed_forward(model, own_call, cache, argument, call.lease, dict(kwargs))
+    output = packed_forward(model, own_call, cache, argument, call.lease, dict(kwargs))
+    handle.note_adapters(cache.batch)
+    return output
 
 
 class _WatchedCriteria(StoppingCriteriaList):

@@ -53,6 +53,7 @@ class Batch:
     Attributes:
         namespace: the full one in which the rows were matched. counted: whether the statistics see the rows. lent: the caller's lease, when
             the prefix was chosen by hand. closed: stored or discarded; nothing is held any more.
+        is_mixed: not all was computed with the weights that the namespace names, so nothing may be stored.
         step_rows: the rows of the last step. carried: what the backend keeps from one step of those rows to the next.
     """
 
@@ -61,5 +62,6 @@ class Batch:
     counted: bool = True
     lent: Lease | None = None
     closed: bool = False
+    is_mixed: bool = False
     step_rows: tuple[int, ...] = ()
     carried: dict = field(default_factory=dict)
