@@ -81,4 +81,4 @@ def _rope_types(config: PretrainedConfig) -> list[str]:
     """The type of each rotary embedding of a model: mostly one, of some families one for each type of layer."""
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     each = [value for value in rope.values() if isinstance(value, dict)] or [rope]
-    return [parameters.get("rope_type", parameters.get("type", "default")) for parameters in each]
+    return [str(parameters.get("rope_type", parameters.get("type", "default"))) for parameters in each]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,22 @@ def digest_weights(model: nn.Module) -> str:
                 sums[tensor.device] = _RowSums(tensor.device)
             digest.update(sums[tensor.device](tensor.detach()))
     return digest.hexdigest()
+
+
+def digest_settings(settings: Iterable[tuple[str, Any]]) -> str:
+    """A digest of attributes with their names, in any order: numbers, strings and the like, and collections of those."""
+    return hashlib.sha256("\n".join(sorted(f"{name} {_readable(value)}" for name, value in settings)).encode()).hexdigest()
+
+
+def _readable(value: Any) -> str:
+    """The same for equal values, however a set or a dictionary was filled."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(sorted(f"{_readable(name)}: {_readable(part)}" for name, part in value.items())) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_readable, value))) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_readable, value)) + "]"
+    return repr(value)
 
 
 def digest_tokenizer(tokenizer: Any) -> str:

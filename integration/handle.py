@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Mapping
@@ -17,20 +18,24 @@ from transformers.cache_utils import Cache
 from radixkv.attention import Backend, resolve_backend
 from radixkv.cache import PrefixCache
 from radixkv.eviction import policy_maker
+from radixkv.integration.adapters import adapters_in, numbered, unnumbered
 from radixkv.integration.branch import Branch
 from radixkv.integration.families import ModelShape, model_shape
-from radixkv.integration.fingerprint import digest_tokenizer, digest_weights, model_facts
+from radixkv.integration.fingerprint import digest_settings, digest_tokenizer, digest_weights, model_facts
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
+from radixkv.integration.model_weights import Change, ModelWeights
 from radixkv.integration.paged_cache import PagedCache
 from radixkv.integration.versions import held_cache
-from radixkv.integration.weights import WeightsWatch
-from radixkv.pin import Pins
+from radixkv.pin import Pin, Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
-from radixkv.sequence import CallOptions
-from radixkv.token_key import require_namespace
+from radixkv.sequence import Batch, CallOptions
+from radixkv.token_key import namespace_of, require_namespace
+from radixkv.tree import Lease
 
 if TYPE_CHECKING:
     from radixkv.persist import LoadReport, SaveReport
+
+logger = logging.getLogger("radixkv")
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,11 @@ class ModelCache(PrefixCache):
 
     Attributes:
         graphs: the captured decode steps; None where steps are not captured.
+        last_change: what was last seen to have changed in the model's weights, in words; None if nothing has.
     """
+
+    # The part of the namespace that says which adapters are switched on.
+    _adapters: tuple = ()
 
     def __init__(self, shape: ModelShape, options: CacheOptions):
         for keyword in ("exact", "cuda_graphs"):
@@ -78,13 +87,17 @@ class ModelCache(PrefixCache):
         pool = self._make_pool(shape)
         super().__init__(pool, self._make_backend(shape, pool), options.namespace, options.eviction, options.pin_budget, options.host_bytes)
         self.graphs = self._make_graphs(shape)
-        self._weights: WeightsWatch | None = None
+        self._weights: ModelWeights | None = None
+        self.last_change: str | None = None
         self._model: weakref.ref[PreTrainedModel] | None = None
         # The digest of the weights, and for which of their versions, type and device.
         self._digest: tuple[tuple, str] | None = None
 
     def follow(self, model: PreTrainedModel) -> None:
-        """See whether the model's weights, type or device changed since the last call; if so, serve nothing that was computed before."""
+        """See whether the model's weights, type or device changed since the last call, and which adapters are switched on.
+
+        Nothing that was computed with what has changed is served again; other adapters' K/V are found again when these are switched on.
+        """
         with self.lock:
             self._model = weakref.ref(model)
             if (model.dtype, model.device) != (self.shape.dtype, self.shape.device):
@@ -93,15 +106,50 @@ class ModelCache(PrefixCache):
                 pool = self._make_pool(shape)
                 self.replace_pool(pool, self._make_backend(shape, pool))
                 self.shape, self.graphs = shape, self._make_graphs(shape)
-            if self._weights is not None and self._weights.changed():
-                self.invalidate()
-                self._weights = None
             if self._weights is None:
-                self._weights = WeightsWatch(model)
+                self._weights = ModelWeights(model)
+            elif (change := self._weights.update(model)) is not None:
+                self._take_in(change)
+            self._adapters = self._weights.selection.namespace()
+
+    def match_prefix(self, token_ids: Any, namespace: tuple = (), priority: int | None = None) -> Lease:
+        with self.lock:
+            self._follow_again()
+            return super().match_prefix(token_ids, namespace, priority)
+
+    def pin(self, token_ids: Any, namespace: tuple = ()) -> Pin:
+        with self.lock:
+            self._follow_again()
+            return super().pin(token_ids, namespace)
+
+    match_prefix.__doc__, pin.__doc__ = PrefixCache.match_prefix.__doc__, PrefixCache.pin.__doc__
 
     def invalidate(self) -> None:
         super().invalidate()
         self._forget_graphs()
+
+    def full_namespace(self, namespace: tuple = ()) -> tuple:
+        weights, *others = super().full_namespace(namespace)
+        return (weights, *self._adapters, *others)
+
+    def is_current(self, namespace: tuple) -> bool:
+        numbers = {} if self._weights is None else self._weights.numbers
+        return super().is_current(namespace) and all(numbers.get(name) == number for name, number in adapters_in(namespace))
+
+    def to_saved(self, namespace: tuple) -> tuple:
+        return unnumbered(super().to_saved(namespace))
+
+    def from_saved(self, namespace: tuple) -> tuple:
+        return super().from_saved(numbered(namespace, {} if self._weights is None else self._weights.numbers))
+
+    def note_adapters(self, batch: Batch | None) -> None:
+        """See that a batch still runs with the adapters that it was admitted with; if not, nothing of it will be stored."""
+        if batch is not None and self._weights is not None:
+            batch.is_mixed |= self._weights.selection.namespace() != batch.namespace[1:-2]
+
+    def names_adapters_per_row(self) -> bool:
+        """Whether the rows of the present call name adapters of their own (`adapter_names` of peft)."""
+        return self._weights is not None and self._weights.selection.is_per_row()
 
     def insert(self, output: Any, cache: Cache | None = None, priority: int | None = None) -> None:
         """Store K/V for later prompts: of an output of `generate()`, or of a cache that transformers filled.
@@ -118,7 +166,9 @@ class ModelCache(PrefixCache):
                 priority. OutOfBlocks: no room.
         """
         if cache is not None:
-            self._insert_dynamic(output, cache, priority)
+            with self.lock:
+                self._follow_again()
+                self._insert_dynamic(output, cache, priority)
             return
         held = held_cache(output)
         if not isinstance(held, PagedCache):
@@ -209,11 +259,14 @@ class ModelCache(PrefixCache):
         """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
         model = self._living_model("save and load")
         self.follow(model)
-        version = (self._weights_version, self.shape.dtype, self.shape.device)
+        assert self._weights is not None
+        version = (self._weights_version, tuple(self._weights.numbers.items()), self.shape.dtype, self.shape.device)
         if self._digest is None or self._digest[0] != version:
             self._digest = (version, digest_weights(model))
         # None is not compared: who names no tokenizer does not ask about it.
         facts = {**model_facts(model), "weights": self._digest[1], "tokenizer": None if tokenizer is None else digest_tokenizer(tokenizer)}
+        if settings := self._weights.settings():
+            facts["settings"] = digest_settings(settings)
         if given and (taken := facts.keys() & given.keys()):
             raise ValueError(f"fingerprint: {', '.join(sorted(taken))} is taken by radixkv; choose another name")
         return {**facts, **(given or {})}
@@ -238,6 +291,30 @@ class ModelCache(PrefixCache):
         for row, row_ids in enumerate(ids[:, :num_stored]):
             keys, values = ([tensor[row].transpose(0, 1) for tensor in column] for column in zip(*layers, strict=True))
             self.insert_computed(row_ids, keys, values, priority)
+
+    def _follow_again(self) -> None:
+        model = None if self._model is None else self._model()
+        if model is not None:
+            self.follow(model)
+
+    def _take_in(self, change: Change) -> None:
+        self.last_change = change.reason
+        if change.everything:
+            logger.info("the weights were changed: nothing that was computed before is served again: %s", change.reason)
+            self.invalidate()
+            return
+        logger.info("the K/V of adapters %s is stale: %s", sorted(change.adapters), change.reason)
+        for tree in (self.tree,) if self.tier is None else (self.tree, self.tier.tree):
+            for prefix in {namespace[:2] for namespace in map(namespace_of, tree.roots()) if self._uses(namespace, change)}:
+                tree.retire(prefix)
+        for pin in self._pins.all():
+            if self._uses(pin.namespace, change):
+                self._pins.let_go(pin)
+        self._forget_graphs()
+
+    @staticmethod
+    def _uses(namespace: tuple, change: Change) -> bool:
+        return not change.adapters.isdisjoint(adapters_in(namespace))
 
     def __deepcopy__(self, memo: dict) -> ModelCache:
         # A copy of a model may go its own way, so its cache starts empty.

@@ -68,6 +68,8 @@ def generation_forward(
     input_ids, mask, keep = _take_inputs(inputs, argument)
     inputs.pop("position_ids", None)
     rows = cache.rows
+    if not cache.begun:
+        rows.refresh()
     in_prompt = cache.mask_width is not None and rows.num_columns + input_ids.shape[1] <= cache.mask_width
     if cache.begun and not in_prompt and _is_decode(rows, input_ids):
         active = list(range(rows.num_rows))
@@ -95,6 +97,7 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
             raise ValueError(f"{name} cannot be used together with a PagedCache: leave it out, or use a DynamicCache for this call")
     if model.training:
         raise ValueError("a PagedCache cannot be used while the model is in training mode: call model.eval() first")
+    rows.refresh()
     as_tuple = inputs.pop("return_dict", None) is False
     input_ids, mask, keep = _take_inputs(inputs, argument)
     positions = inputs.pop("position_ids", None)
@@ -131,8 +134,7 @@ def _take_inputs(inputs: dict[str, Any], argument: str) -> tuple[torch.Tensor, t
 
 def _is_decode(rows: PagedCache, input_ids: torch.Tensor) -> bool:
     """Whether a call adds one token to rows that hold all their others."""
-    open_batch = rows.batch is not None and rows.is_open and not rows.prefix_cache.is_stale(rows.batch)
-    return open_batch and input_ids.shape[1] == 1 and all(row.num_stored for row in rows.batch.sequences)  # type: ignore[union-attr]
+    return rows.batch is not None and rows.is_open and input_ids.shape[1] == 1 and all(row.num_stored for row in rows.batch.sequences)
 
 
 def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
@@ -249,8 +251,10 @@ def _decode(
     inputs: dict[str, Any],
 ) -> Any:
     _prepare(model, rows, inputs)
-    num_rows, graphs, batch = input_ids.shape[0], rows.graphs, rows.batch
+    num_rows, batch = input_ids.shape[0], rows.batch
     assert batch is not None
+    # A captured step computes with the adapters that were switched on then, which the namespace's first parts name.
+    graphs = None if batch.is_mixed else rows.graphs
     tokens = input_ids if len(active) == num_rows else input_ids[active]
     run = partial(_run, rows.configs, call)
     capacity = None if graphs is None else graphs.rows_for(len(active))
@@ -259,7 +263,7 @@ def _decode(
             output = run(step, argument, tokens.view(1, -1), 0, inputs)  # 0: the logits of all rows
             logits = output.logits[0]
         else:
-            flags = str(sorted(inputs.items()))
+            flags = f"{sorted(inputs.items())} {batch.namespace[:-2]}"
             logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, argument, ids, 0, inputs).logits[0], flags)
             # Copied here, where no other thread can replay the graph, which would overwrite them.
             logits = logits[: len(active)].clone()

@@ -149,6 +149,14 @@ class PagedCache(BaseCache):
         if not batch.closed:
             self._finalizer = weakref.finalize(self, self.prefix_cache.returned.append, batch)
 
+    def refresh(self) -> None:
+        """Let go of rows that were computed with other weights or adapters than the model has now: what comes next computes them anew."""
+        if self.batch is None or not self.is_open:
+            return
+        namespace = self.prefix_cache.full_namespace(self.options.namespace)
+        if self.prefix_cache.is_stale(self.batch) or self.batch.namespace != namespace:
+            self.close()
+
     def add_columns(self, real: np.ndarray) -> None:
         """Note further columns, bool [rows, n]: which of them hold tokens."""
         num_rows, num_new = real.shape
@@ -203,8 +211,6 @@ class PagedCache(BaseCache):
         Yields:
             The rows that the step has, and the step.
         """
-        if self.batch is not None and self.is_open and self.prefix_cache.is_stale(self.batch):
-            self.close()
         if self.batch is not None and self.is_open:
             rows = [row for row, key in enumerate(keys) if key]
             counts = [num_logits[row] for row in rows]

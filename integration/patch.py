@@ -258,6 +258,7 @@ def _stock_reason(
         "prefix_cache together with prefill_chunk_size": call.lease is not None and config.prefill_chunk_size is not None,
         "the model is in training mode": model.training,
         "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
+        "adapters are named for each row": model.radixkv.names_adapters_per_row(),
     }
     if mask is not None:
         real = mask != 0
@@ -307,7 +308,11 @@ def _forward(
         return cache.update()  # raises: a cache outside its call
     if args:
         raise NotImplementedError("radixkv: generate() passed positional arguments to the model, which is not supported")
-    return generation_forward(model, own_call, cache, argument, call.lease, inputs)
+    handle: ModelCache = model.radixkv
+    handle.note_adapters(cache.rows.batch)
+    output = generation_forward(model, own_call, cache, argument, call.lease, inputs)
+    handle.note_adapters(cache.rows.batch)
+    return output
 
 
 class _WatchedCriteria(StoppingCriteriaList):

@@ -20,8 +20,8 @@ class CacheEvent:
 
     Attributes:
         step: the tree's logical time, see `RadixTree.tick`; a count of uses, not of seconds.
-        namespace: where the prefix lives, as the tree has it: in a `PrefixCache` the weights' version, the cache's own namespace and the
-            call's.
+        namespace: where the prefix lives, as the tree has it: in a `PrefixCache` the weights' version, the adapters of a model that has
+            some switched on, the cache's own namespace and the call's.
         key: the prefix as `token_key` makes it, 4 bytes per token.
         num_tokens: how many of its tokens this is about; which ones, each kind of event says.
     """

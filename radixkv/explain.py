@@ -290,10 +290,18 @@ def _elsewhere(tree: RadixTree, key: bytes, end: int, root_key: tuple, block_byt
 
 
 def _differ_in_weights_only(ours: tuple, theirs: tuple) -> bool:
-    """Whether two namespaces of a `PrefixCache` are equal but for the version of the weights, which comes first."""
-    return namespace_key(ours[1:]) == namespace_key(theirs[1:]) and all(
+    """Whether two namespaces of a `PrefixCache` are equal but for what counts the changes of the weights, and of adapters."""
+    return all(
         bool(part) and isinstance(part[0], tuple) and part[0][:1] == ("weights",) for part in (ours, theirs)
-    )
+    ) and namespace_key(_uncounted(ours)) == namespace_key(_uncounted(theirs))
+
+
+def _uncounted(namespace: tuple) -> tuple:
+    """A namespace without the version of the weights, and its adapters without their numbers; see `integration/adapters.py`."""
+    part = namespace[1] if len(namespace) > 1 else None
+    if not (isinstance(part, tuple) and part[:1] == ("adapters",) and isinstance(part[1], tuple)):
+        return namespace[1:]
+    return (("adapters", tuple(adapter[0] for adapter in part[1]), *part[2:]), *namespace[2:])
 
 
 def _tokens_of(key: bytes) -> tuple[int, ...]:

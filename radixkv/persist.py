@@ -148,8 +148,7 @@ def load_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fi
         with cache.hold():
             require_same(path, saved_facts, _facts(cache, fingerprint))
             _require_specs(file, cache.pool, nodes)
-            present = cache.full_namespace()[:1]
-            namespaces = [present + namespace for namespace in nodes.namespaces]
+            namespaces = [cache.from_saved(namespace) for namespace in nodes.namespaces]
             plan = plan_load(nodes, namespaces, cache.tree, cache.pool.num_free)
             fill(cache, file, namespaces, plan)
             own_rate = cache.meter.tokens_per_s()

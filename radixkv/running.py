@@ -57,7 +57,7 @@ class RunningRows(CacheStorage):
 
     def is_stale(self, batch: Batch) -> bool:
         """Whether a batch was computed with weights that have changed since."""
-        return batch.namespace[0] != self.full_namespace()[0]
+        return batch.is_mixed or not self.is_current(batch.namespace)
 
     def _make_room(self, batch: Batch, sequences: list[Sequence]) -> None:
         """Give rows that are one token longer the block for it, if it takes one."""

@@ -72,6 +72,7 @@ class Batch:
         namespace: the full one in which the rows were matched. options: of the call. counted: whether the statistics see the rows.
         lent: the caller's lease, when the prefix was chosen by hand. closed: stored or discarded; nothing is held any more, but for the
             rows' tokens. may_share: whether the last block of a row may be another's too.
+        is_mixed: not all was computed with the weights that the namespace names, so nothing may be stored.
         step_rows: the rows of the last step. carried: what the backend keeps from one step of those rows to the next.
     """
 
@@ -82,5 +83,6 @@ class Batch:
     lent: Lease | None = None
     closed: bool = False
     may_share: bool = False
+    is_mixed: bool = False
     step_rows: tuple[int, ...] = ()
     carried: dict = field(default_factory=dict)

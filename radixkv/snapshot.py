@@ -33,8 +33,7 @@ class Snapshot:
     """The nodes of all namespaces of the present weights, and where their tokens' K/V lies."""
 
     def __init__(self, cache: CacheStorage) -> None:
-        self._present = cache.full_namespace()[:1]
-        self._tree = cache.tree
+        self._cache, self._tree = cache, cache.tree
         self._namespaces: list[tuple] = []
         # By their keys, because 1, 1.0 and True are equal to a dict.
         self._namespace_ids: dict[tuple, int] = {}
@@ -69,7 +68,7 @@ class Snapshot:
         for node in tree.nodes():
             if isinstance(node, Root):
                 namespace = namespace_of(node.namespace_key)
-                if namespace[:1] == self._present:
+                if self._cache.is_current(namespace):
                     above[node], self._places[node] = (namespace, 0), -1
             elif (entry := above.get(self._parent(node))) is not None:
                 namespace, position = entry
@@ -80,7 +79,7 @@ class Snapshot:
         self._places[node] = len(self._columns)
         namespace_id = self._namespace_ids.setdefault(namespace_key(namespace), len(self._namespaces))
         if namespace_id == len(self._namespaces):
-            self._namespaces.append(namespace[1:])
+            self._namespaces.append(self._cache.to_saved(namespace))
         self._columns.append((parent, position + first, namespace_id, len(node.edge) // TOKEN_BYTES - first, node.hits))
         worth = node.queue.save_worth(node) if node.queue is self._tree.queue else None
         self._worths.append(np.nan if worth is None else worth)

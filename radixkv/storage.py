@@ -53,6 +53,18 @@ class CacheStorage(Observed):
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
         return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
 
+    def is_current(self, namespace: tuple) -> bool:
+        """Whether a full namespace is of the present weights."""
+        return namespace[0] == self.full_namespace()[0]
+
+    def to_saved(self, namespace: tuple) -> tuple:
+        """A full namespace as a file has it: without what counts the changes of the weights."""
+        return namespace[1:]
+
+    def from_saved(self, namespace: tuple) -> tuple:
+        """The full namespace that stands here for one of a file."""
+        return self.full_namespace()[:1] + namespace
+
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Hold the lock, with what was given back taken in; before and after, the device has done all that it was asked to."""
