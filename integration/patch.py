@@ -255,7 +255,9 @@ def _stock_reason(
         f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in _CACHED_MODES,
         "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
         "the model runs with fewer layers than it has": model.config.num_hidden_layers != model.radixkv.shape.num_layers,
-        "prefix_cache together with prefill_chunk_size": call.lease is not None and config.prefill_chunk_size is not None,
+        "what is known of the prompt is chosen by hand, and prefill_chunk_size cuts it; leave one of the two out": (
+            config.prefill_chunk_size is not None and (call.lease is not None or isinstance(given, PagedCache))
+        ),
         "the model is in training mode": model.training,
         "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
         "adapters are named for each row": model.radixkv.names_adapters_per_row(),

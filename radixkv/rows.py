@@ -45,8 +45,11 @@ def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], k
     return num_found
 
 
-def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
+def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
     """Give each row blocks for the tokens that are not stored yet, none of which anybody else reads.
+
+    Returns:
+        Whether a block had to be copied, so that what was kept of a row's blocks is of no use any more.
 
     Raises:
         OutOfBlocks: the pool cannot hold them; nothing is changed.
@@ -84,6 +87,7 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
         src, dst, counts = (torch.tensor(column).to(pool.device) for column in zip(*copies_to_do, strict=True))
         cache.backend.copy_blocks(pool.pools, src, dst, counts.to(torch.int32))
     pool.release(left)
+    return bool(copies_to_do)
 
 
 def truncate_row(cache: CacheStorage, sequence: Sequence, num_tokens: int) -> None:

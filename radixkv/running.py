@@ -62,7 +62,8 @@ class RunningRows(CacheStorage):
     def _make_room(self, batch: Batch, sequences: list[Sequence]) -> None:
         """Give rows that are one token longer the block for it, if it takes one."""
         if batch.may_share:
-            make_writable(self, sequences)
+            if make_writable(self, sequences):
+                batch.carried = {}
             return
         full = [sequence for sequence in sequences if sequence.num_stored == len(sequence.blocks) * self.pool.block_size]
         for sequence, block in zip(full, self.allocate(len(full)), strict=True):
