@@ -1,6 +1,7 @@
 # make demo   the main job, on a real model    make lint    ruff and mypy
 # make test   the tests                        make bench   microbenchmarks
 # make fuzz   240,000 random operations on the tree, 30,000 on whole caches, everything checked after each
+# make test-versions   the tests of the integration with older releases of transformers, in .venv-transformers-*
 # make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
 # The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
 
@@ -12,9 +13,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VENV36 := .venv36
 READY36 := $(VENV36)/.ready
+# The newest release is the one that make test runs.
+OLDER_TRANSFORMERS := 4.57.6 5.17.0
+INTEGRATION_TESTS := $(patsubst %,tests/test_%.py,by_hand edges families generate many modes paged_cache patch weights)
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend items merge prefill reference sharing static store tiles work)
 
-.PHONY: demo test fuzz test-triton36 lint bench clean
+.PHONY: demo test fuzz test-versions test-triton36 lint bench clean
 
 demo: $(READY)
 	$(BIN)/python -m radixkv demo
@@ -24,6 +28,11 @@ test: $(READY)
 
 fuzz: $(READY)
 	$(BIN)/python -m pytest tests/test_tree_stateful.py tests/test_cache_fuzz.py -k long_run --fuzz-operations 20000
+
+test-versions: $(OLDER_TRANSFORMERS:%=test-transformers-%)
+
+test-transformers-%: .venv-transformers-%/.ready
+	.venv-transformers-$*/bin/python -m pytest $(INTEGRATION_TESTS)
 
 test-triton36: $(READY36)
 	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS)
@@ -63,5 +72,15 @@ $(READY36): pyproject.toml setup.py constraints.txt Makefile
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat --editable .
 	@touch $(READY36)
 
+# An older transformers asks for older versions of its own dependencies, so those are not pinned.
+.PRECIOUS: .venv-transformers-%/.ready
+.venv-transformers-%/.ready: pyproject.toml setup.py constraints.txt Makefile
+	$(check_python)
+	test -x $(@D)/bin/python || "$(PYTHON)" -m venv $(@D)
+	grep -vE '^(transformers|tokenizers|huggingface_hub|peft)==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check --constraint $(@D)/constraints.txt \
+		--config-settings editable_mode=compat --editable . transformers==$* torch accelerate hypothesis packaging pytest rich tqdm
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV36) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(VENV36) .venv-transformers-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
