@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from radixkv.node import Node
 from radixkv.observe import Observed
 from radixkv.pin import Pin, Pins
 from radixkv.pool import BlockPool
-from radixkv.rows import append_tokens, fork_row, let_go, make_writable, truncate_row
+from radixkv.rows import append_tokens, fork_row, hold_published, join_rows, let_go, make_writable, take_rows, truncate_row
 from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
 from radixkv.stats import CacheStats, Counters
 from radixkv.step import Step
@@ -501,6 +501,41 @@ class PrefixCache(Observed):
             batch.may_share = forked.may_share = True
             return forked
 
+    def join(self, batch: Batch, other: Batch) -> None:
+        """Let the rows of another open batch become further rows of this one, after its own; the other one is closed then.
+
+        Raises:
+            ValueError: they differ in namespace or options, or the other one was admitted with a lease.
+        """
+        with self.lock:
+            _require_open(batch)
+            _require_open(other)
+            join_rows(batch, other)
+            self._discard(other)
+
+    def part(self, batch: Batch, rows: Seq[int]) -> Batch:
+        """Take rows out of an open batch; they become a batch of their own, to be stored or discarded."""
+        with self.lock:
+            _require_open(batch)
+            parted = take_rows(batch, rows)
+            self._live.add(parted)
+            return parted
+
+    def publish(self, batch: Batch, row: int) -> None:
+        """Put what a running row has stored into the tree, where other prompts find it; the row goes on.
+
+        Nothing happens to a row whose batch is not to be stored, or whose weights have changed since.
+        """
+        with self.lock:
+            self._collect()
+            _require_open(batch)
+            sequence = batch.sequences[row]
+            if not sequence.num_stored or not batch.options.store or self.is_stale(batch):
+                return
+            self._insert(sequence, batch.namespace, None)
+            with suppress(OutOfBlocks):
+                hold_published(self, batch, sequence)
+
     def store(self, batch: Batch, priority: int | None = None) -> None:
         """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
 
@@ -571,6 +606,17 @@ class PrefixCache(Observed):
                 raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
             self._evict(short)
         return self.pool.allocate(num_blocks)
+
+    def known_prefix(self, key: bytes, namespace: tuple = ()) -> tuple[int, int]:
+        """How many leading tokens of a prompt are cached, and how many of those are held, so that reusing them takes no block from others.
+
+        Args:
+            key: the prompt, int32 little-endian. namespace: what to add to this cache's own.
+        """
+        with self.lock:
+            self._collect()
+            match = self.tree.match_prefix(key, self.full_namespace(namespace))
+            return match.length, match.held_length
 
     @property
     def num_allocatable(self) -> int:
