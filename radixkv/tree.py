@@ -42,8 +42,8 @@ class Match(NamedTuple):
         """How many of its tokens some lease holds, as far as nodes are held whole."""
         node, length = self.node, self.length
         while node is not None and not node.locks:
-            node, length = node.parent, node.start // TOKEN_BYTES
-        return length if node is not None else 0
+            length, node = node.start // TOKEN_BYTES, node.parent
+        return 0 if node is None else length
 
 
 class Inserted(NamedTuple):
