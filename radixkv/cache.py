@@ -408,8 +408,9 @@ class PrefixCache(Observed):
             sequences = [batch.sequences[row] for row in rows]
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
-                sequence.key += key.tobytes()
+            keys = np.asarray(token_ids, dtype="<i4").tobytes()
+            for sequence, start in zip(sequences, range(0, len(keys), TOKEN_BYTES), strict=True):
+                sequence.key += keys[start : start + TOKEN_BYTES]
             try:
                 self._make_room(batch, sequences)
                 self._count_computed(batch, len(sequences))
