@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from radixkv.attention import Backend, resolve_backend
@@ -28,11 +28,13 @@ from radixkv.integration.paged_cache import PagedCache
 from radixkv.integration.versions import held_cache
 from radixkv.pin import Pin, Pins
 from radixkv.pool import BlockPool, default_num_blocks, require_block_size
+from radixkv.schedule import Order
 from radixkv.sequence import Batch, CallOptions
 from radixkv.token_key import namespace_of, require_namespace
 from radixkv.tree import Lease
 
 if TYPE_CHECKING:
+    from radixkv.integration.answers import Answer
     from radixkv.persist import LoadReport, SaveReport
 
 logger = logging.getLogger("radixkv")
@@ -63,6 +65,7 @@ class ModelCache(PrefixCache):
     Attributes:
         graphs: the captured decode steps; None where steps are not captured.
         last_change: what was last seen to have changed in the model's weights, in words; None if nothing has.
+        tokenizer: for `generate_many`; the user's to set.
     """
 
     # The part of the namespace that says which adapters are switched on.
@@ -90,6 +93,7 @@ class ModelCache(PrefixCache):
         self._weights: ModelWeights | None = None
         self.last_change: str | None = None
         self._model: weakref.ref[PreTrainedModel] | None = None
+        self.tokenizer: Any = None
         # The digest of the weights, and for which of their versions, type and device.
         self._digest: tuple[tuple, str] | None = None
 
@@ -216,7 +220,54 @@ class ModelCache(PrefixCache):
             RuntimeError: the model is gone.
         """
         require_namespace("branch", namespace)
-        return Branch(self, self._living_model("branch"), token_ids, namespace)
+        return Branch(self, self._require_model("branch"), token_ids, namespace)
+
+    def generate_many(
+        self,
+        prompts: Any,
+        max_new_tokens: int | None = None,
+        *,
+        generation_config: GenerationConfig | None = None,
+        on_result: Callable[[int, Answer], Any] | None = None,
+        max_batch_tokens: int | None = None,
+        order: Order = "cache",
+        tokenizer: Any = None,
+        seed: int | None = None,
+        namespace: tuple = (),
+        progress: bool | None = None,
+    ) -> list[Answer]:
+        """Answer many prompts, in one batch that others join as some finish; a prefix that several share is computed once.
+
+        In float32 a prompt's greedy tokens are those that `generate()` gives for it alone; drawn ones depend on the seed and the prompt's
+        number only. A prompt that cannot be computed (too long, no token id) is reported in its own answer, and the others go on. When the
+        pool runs short a running prompt waits again and later goes on with the same tokens. Ctrl-C returns what is done.
+
+        Args:
+            prompts: strings, or token ids without padding; a list of either.
+            max_new_tokens: most tokens of an answer, here or in the config.
+            generation_config: what it leaves out is the model's own. Supported are do_sample, temperature, top_k, top_p, min_p,
+                repetition_penalty, eos_token_id, stop_strings.
+            on_result: called with the prompt's number and its answer as each is done. If it raises, so does this, with nothing held.
+            max_batch_tokens: tokens of one forward at most; None: 8192.
+            order: "cache" computes prompts that share a prefix one after another, those first whose prefixes are cached; "given" takes
+                them as they come. Answers are in the order given in any case.
+            tokenizer: for strings, stop strings and texts; None takes the attribute `tokenizer` of this handle, if one was set.
+            seed: of the random numbers; None draws one from torch's generator.
+            namespace: what to add to this cache's namespace.
+            progress: whether to show a progress bar; None: on a terminal.
+
+        Returns:
+            An `Answer` for every prompt, in the order given.
+
+        Raises:
+            ValueError: an argument is wrong, or the config asks for something that is not in the list.
+        """
+        from radixkv.integration.many import ManyOptions, generate_many
+
+        options = ManyOptions(
+            max_new_tokens, generation_config, on_result, max_batch_tokens, order, tokenizer, seed, namespace, progress
+        )
+        return generate_many(self._require_model("generate_many"), self, prompts, options)
 
     def save(
         self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
@@ -249,15 +300,9 @@ class ModelCache(PrefixCache):
 
         return load_cache(self, path, partial(self._facts, tokenizer, fingerprint))
 
-    def _living_model(self, action: str) -> PreTrainedModel:
-        model = None if self._model is None else self._model()
-        if model is None:
-            raise RuntimeError(f"{action}: the model of this cache is gone, and what its prefixes belong to is not known without it")
-        return model
-
     def _facts(self, tokenizer: Any, given: Mapping[str, object] | None) -> dict[str, object]:
         """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
-        model = self._living_model("save and load")
+        model = self._require_model("save and load")
         self.follow(model)
         assert self._weights is not None
         version = (self._weights_version, tuple(self._weights.numbers.items()), self.shape.dtype, self.shape.device)
@@ -270,6 +315,12 @@ class ModelCache(PrefixCache):
         if given and (taken := facts.keys() & given.keys()):
             raise ValueError(f"fingerprint: {', '.join(sorted(taken))} is taken by radixkv; choose another name")
         return {**facts, **(given or {})}
+
+    def _require_model(self, what: str) -> PreTrainedModel:
+        model = None if self._model is None else self._model()
+        if model is None:
+            raise RuntimeError(f"the model of this cache is gone, so nobody knows what its prefixes belong to: {what} while it lives")
+        return model
 
     def _insert_dynamic(self, token_ids: Any, cache: Cache, priority: int | None) -> None:
         if not isinstance(cache, Cache):

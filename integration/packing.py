@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from radixkv.integration.attention import STEP_ARGUMENT, attention_configs, packed_attention
+from radixkv.integration.attention import attention_configs
 from radixkv.integration.graphs import can_capture
-from radixkv.integration.hf_cache import StepCache
+from radixkv.integration.packed_model import PackedModel
 from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.plan import Plan
 from radixkv.sequence import TOKEN_BYTES
-from radixkv.step import Step
 from radixkv.token_key import token_key
 from radixkv.tree import Lease
 
@@ -235,7 +232,8 @@ def _prompt(
         ends[active] = [*plan.starts[1:], plan.num_tokens]
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
         packed = np.where(kept, ends[:, None] - back, 0)
-        output = _run(rows.configs, call, step, argument, plan.token_ids[None], torch.from_numpy(packed.reshape(-1)).to(device), inputs)
+        wanted = torch.from_numpy(packed.reshape(-1)).to(device)
+        output = PackedModel(rows.configs, call, argument, None).run(step, plan.token_ids[None], wanted, inputs)
     rows.set_columns(columns.real) if columns.is_whole else rows.add_columns(columns.real)
     output.logits = output.logits.reshape(len(kept), columns.keep, -1)
     return output
@@ -251,23 +249,11 @@ def _decode(
     inputs: dict[str, Any],
 ) -> Any:
     _prepare(model, rows, inputs)
-    num_rows, batch = input_ids.shape[0], rows.batch
-    assert batch is not None
-    # A captured step computes with the adapters that were switched on then, which the namespace's first parts name.
-    graphs = None if batch.is_mixed else rows.graphs
+    num_rows = input_ids.shape[0]
+    assert rows.batch is not None
     tokens = input_ids if len(active) == num_rows else input_ids[active]
-    run = partial(_run, rows.configs, call)
-    capacity = None if graphs is None else graphs.rows_for(len(active))
-    with rows.prefix_cache.decode_step(batch, active, tokens[:, 0].tolist(), capacity) as step:
-        if graphs is None:
-            output = run(step, argument, tokens.view(1, -1), 0, inputs)  # 0: the logits of all rows
-            logits = output.logits[0]
-        else:
-            flags = f"{sorted(inputs.items())} {batch.namespace[:-2]}"
-            logits = graphs.run(step, tokens[:, 0], lambda ids: run(step, argument, ids, 0, inputs).logits[0], flags)
-            # Copied here, where no other thread can replay the graph, which would overwrite them.
-            logits = logits[: len(active)].clone()
-            output = CausalLMOutputWithPast()
+    packed = PackedModel(rows.configs, call, argument, rows.graphs)
+    output, logits = packed.decode(rows.prefix_cache, rows.batch, active, tokens[:, 0], inputs)
     real = np.zeros((num_rows, 1), dtype=bool)
     real[active] = True
     rows.add_columns(real)
@@ -284,31 +270,3 @@ def _prepare(model: torch.nn.Module, rows: PagedCache, inputs: dict[str, Any]) -
         rows.configs = attention_configs(model)
         graphs = rows.prefix_cache.graphs
         rows.graphs = graphs if graphs is not None and can_capture(model, inputs) else None
-
-
-def _run(
-    configs: Sequence[PretrainedConfig],
-    call: Callable,
-    step: Step,
-    argument: str,
-    token_ids: torch.Tensor,
-    kept: torch.Tensor | int,
-    inputs: dict[str, Any],
-) -> Any:
-    step.begin()
-    with packed_attention(configs):
-        output = call(
-            input_ids=token_ids,
-            position_ids=step.positions[None],
-            # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
-            attention_mask=torch.empty(1, 1, 1, 1, device=token_ids.device),
-            logits_to_keep=kept,
-            **{argument: StepCache(step, step.pool.num_layers), STEP_ARGUMENT: step},
-            **inputs,
-        )
-    if not step.is_complete:
-        raise RuntimeError(
-            f"radixkv: {step.num_stored_layers} layers stored their K/V and {step.num_attended_layers} attended to the pool, of "
-            f"{step.pool.num_layers}: the model's layers were changed, or two have the same layer_idx; unpatch the model, or patch it again"
-        )
-    return output

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from os.path import commonprefix
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from radixkv.kernels.torch_rows import SingleRows
 from radixkv.kernels.work import Work
 
 # Single-token sequences share a gather up to this size per pool, so that it is still in a cache when it is used.
@@ -25,9 +27,9 @@ MASKED_QUERIES = 256
 SHARED_TOKENS = 512
 
 
-@dataclass(frozen=True)
+@dataclass
 class Item:
-    """Query rows and the range of keys that they attend to in one call.
+    """Query rows and the range of keys that they attend to in one call; what it gathers grows with its rows, see torch_rows.py.
 
     Attributes:
         rows: the rows of query: one per sequence, or all of the only sequence.
@@ -81,12 +83,14 @@ class ItemBuilder:
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.tables = [ids.tolist() for ids in work.block_ids]
-        self.query_lens, self.seq_lens = work.query_lens, work.seq_lens
+        self.tables, self.seq_lens = _host_tables(work, block_size)
+        self.query_lens = work.query_lens
         self.starts = [0, *accumulate(work.query_lens)]
         self.num_kv_heads, self.block_size, self.block_bytes = num_kv_heads, block_size, block_bytes
         self.window, self.causal_calls, self.merges = window, causal_calls, merges
         self.dtype, self.device = dtype, device
+        # The items of several sequences with one new token each, as far as they were built.
+        self.single_rows: list[SingleRows] = []
         # Blocks of each sequence that its earlier items cover.
         self.covered = [0] * len(self.seq_lens)
         self.causal_masks: dict[tuple[int, int, int], Tensor] = {}
@@ -156,19 +160,15 @@ class ItemBuilder:
             skipped = [(len(self.tables[seq]) - len(tables[seq])) * self.block_size for seq in group]
             spans = [(max(0, lows[seq] - skip), self.seq_lens[seq] - skip) for seq, skip in zip(group, skipped, strict=True)]
             blocks = [tables[seq] + tables[seq][:1] * (most - len(tables[seq])) for seq in group]
-            yield self._group([self.starts[seq] for seq in group], blocks, spans, merge)
+            yield self._group(group, np.array(blocks), np.array(spans), np.array(skipped) // self.block_size, merge)
 
-    def _group(self, rows: list[int], tables: list[list[int]], spans: list[tuple[int, int]], merge: bool) -> Item:
-        """Make the item of one row per table, which sees the keys of its span of what its table holds."""
-        if all(span == spans[0] for span in spans):
-            return self._item(rows, tables, *spans[0], merge=merge)
-        num_keys = len(tables[0]) * self.block_size
-        # [num_seqs, num_keys]
-        keys, limits = torch.arange(num_keys), torch.tensor(spans)
-        unseen = (keys < limits[:, :1]) | (keys >= limits[:, 1:])
-        mask = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))[:, None, None]
-        dead = unseen[:, None].expand(-1, self.num_kv_heads, -1).flatten().nonzero()[:, 0]
-        return self._item(rows, tables, 0, num_keys, merge=merge, mask=mask.to(self.device), dead=dead.to(self.device))
+    def _group(self, seqs: list[int], blocks: np.ndarray, spans: np.ndarray, first_blocks: np.ndarray, merge: bool) -> Item:
+        """Make the item of one row per sequence, which sees the keys of its span of what its line of blocks holds."""
+        item = Item(self._rows([self.starts[seq] for seq in seqs]), len(seqs), len(seqs), torch.empty(0), 0, 0, merge, dtype=self.dtype)
+        rows = SingleRows(item, seqs, first_blocks, self.num_kv_heads, self.block_size, self.device)
+        rows.fill(blocks, spans)
+        self.single_rows.append(rows)
+        return item
 
     def _range(
         self, rows: Sequence[int], seq: int, low: int, end: int, *, merge: bool, causal: bool = False, mask: Tensor | None = None
@@ -189,14 +189,15 @@ class ItemBuilder:
         merge: bool,
         causal: bool = False,
         mask: Tensor | None = None,
-        dead: Tensor | None = None,
     ) -> Item:
         # [num_seqs, num_kv_heads, num_blocks]: heads outside blocks, so that a head's keys are one run in what is gathered.
         gather = torch.tensor(tables)[:, None] * self.num_kv_heads + torch.arange(self.num_kv_heads)[:, None]
-        in_order = rows[-1] - rows[0] + 1 == len(rows) and all(row == rows[0] + i for i, row in enumerate(rows))
-        where = slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=self.device)
         gathered = gather.flatten().to(self.device)
-        return Item(where, len(rows), len(tables), gathered, first_key, end_key, merge, causal, mask, dead, self.dtype)
+        return Item(self._rows(rows), len(rows), len(tables), gathered, first_key, end_key, merge, causal, mask, None, self.dtype)
+
+    def _rows(self, rows: Sequence[int]) -> slice | Tensor:
+        in_order = rows[-1] - rows[0] + 1 == len(rows) and all(row == rows[0] + i for i, row in enumerate(rows))
+        return slice(rows[0], rows[-1] + 1) if in_order else torch.tensor(rows, device=self.device)
 
     def _causal_mask(self, num_rows: int, num_keys: int, first: int) -> Tensor:
         """Return the mask `[1, 1, num_rows, num_keys]` of rows whose first sees the keys up to number first."""
@@ -208,3 +209,11 @@ class ItemBuilder:
             mask = torch.zeros(unseen.shape, dtype=self.dtype).masked_fill_(unseen, float("-inf"))
             self.causal_masks[shape] = mask[None, None].to(self.device)
         return self.causal_masks[shape]
+
+
+def _host_tables(work: Work, block_size: int) -> tuple[list[list[int]], list[int]]:
+    """The block ids of each sequence, and its length, as they are now."""
+    if work.table is None or work.lens is None:
+        return [ids.tolist() for ids in work.block_ids], work.seq_lens
+    lens = work.lens.tolist()
+    return [row[: -(-num_tokens // block_size)].tolist() for row, num_tokens in zip(work.table, lens, strict=True)], lens

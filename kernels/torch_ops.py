@@ -16,7 +16,8 @@ from torch import Tensor
 
 from radixkv.kernels.checks import check_attention, check_copy, check_outputs, check_partials, check_rope_store, check_store
 from radixkv.kernels.torch_held import make_held, may_hold
-from radixkv.kernels.torch_items import Item, ItemBuilder
+from radixkv.kernels.torch_items import GATHER_BYTES, Item, ItemBuilder
+from radixkv.kernels.torch_rows import GrowingRows
 from radixkv.kernels.work import Work, work_from_tensors
 
 # Attends without materialising scores and returns the LSE too, which torch.nn.functional.scaled_dot_product_attention keeps to itself.
@@ -140,6 +141,16 @@ def decode_attention(
     return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
 
+def grow_work(work: Work) -> None:
+    """Make a decode step's work that of the next step, for which its `table` and `lens` were written on: a token more of each sequence."""
+    assert work.table is not None and work.lens is not None, "only a work with a table grows"
+    items, growing = work.scratch.get("torch_items", {}), work.scratch.get("torch_growing", {})
+    for key in list(items):
+        if key not in growing or not growing[key].grow(work.table, work.lens):
+            growing.pop(key, None)
+            del items[key]  # built anew when it is asked for
+
+
 def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Join attention outputs over disjoint sets of keys; arguments and result as in reference.merge_partials."""
     check_partials("merge_partials", out, lse)
@@ -195,6 +206,10 @@ def _items(
         device=query.device,
     )
     kept[key] = builder.build()
+    if plan.lens is not None and sliding_window is None:
+        most_blocks = 2 * GATHER_BYTES // builder.block_bytes
+        growing = plan.scratch.setdefault("torch_growing", {})
+        growing[key] = GrowingRows(builder.single_rows, len(plan.lens), shape.block_size, most_blocks)
     return kept[key]
 
 

@@ -50,6 +50,8 @@ class Work:
         query_lens: new tokens of each sequence (1 in decode), when the work was built.
         seq_lens: tokens of each sequence, the new ones included, when the work was built.
         block_ids: per sequence int64 `[num_blocks]` on the device; torch backend only, else empty.
+        table, lens: in place of block_ids for a work that grows, see torch_ops.grow_work: int32 `[num_seqs, columns]` and int64
+            `[num_seqs]` on the host, the caller's, who writes to them.
         prefill_tiles: `[num_tiles, 2]`: sequence, first query token inside that sequence. Heaviest first, none empty. They are
             computed without partials.
         tile_q: query tokens of one prefill tile.
@@ -73,6 +75,8 @@ class Work:
     query_lens: list[int]
     seq_lens: list[int]
     block_ids: list[Tensor]
+    table: np.ndarray | None = None
+    lens: np.ndarray | None = None
     prefill_tiles: Tensor | None = None
     tile_q: int = 0
     narrow: SplitItems | None = None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from radixkv.decode_plan import DecodePlan
+from radixkv.host_plan import HostDecodePlan
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import Layout
 from radixkv.kernels.work import Backend as Implementation
@@ -84,6 +85,14 @@ class Backend:
             capacity = Capacity.for_decode(len(seq_lens), max_len, self._layout, exact=self.exact)
         return self._build("decode", tables, [1] * len(seq_lens), seq_lens, window, carried, capacity, into)
 
+    def growing_work(self, table: np.ndarray, lens: np.ndarray) -> Work:
+        """The work of decode steps that `grow_work` moves on; torch backend only, table and lens as `Work` describes them."""
+        return Work([1] * len(lens), lens.tolist(), [], table, lens, round_as_sdpa=True)
+
+    def grow_work(self, work: Work) -> None:
+        """Move it on by a token of each sequence."""
+        self._decode.grow_work(work)
+
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1
         self._store.store_kv(k_pool, v_pool, key, value, slots, source_rows)
@@ -101,17 +110,17 @@ class Backend:
         self._advance.advance_rows(positions, seq_lens, slots, block_table, block_size)
 
     def attend(
-        self, plan: Plan | DecodePlan, k_pool, v_pool, query, out=None, lse=None, *, scale, sliding_window, softcap
+        self, plan: Plan | DecodePlan | HostDecodePlan, k_pool, v_pool, query, out=None, lse=None, *, scale, sliding_window, softcap
     ) -> torch.Tensor:
         work = plan.work(sliding_window)
         options = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "plan": work, "out": out, "lse": lse}
-        if isinstance(plan, DecodePlan) or plan.phase == "decode":
-            self.launches["decode_attention"] += 1
-            return self._decode.decode_attention(query, k_pool, v_pool, plan.block_table, plan.seq_lens, **options)[0]
-        self.launches["prefill_attention"] += 1
-        return self._prefill.prefill_attention(
-            query, k_pool, v_pool, plan.block_table, plan.cu_query_lens, plan.seq_lens, **options
-        )[0]
+        if isinstance(plan, Plan) and plan.phase == "prefill":
+            self.launches["prefill_attention"] += 1
+            return self._prefill.prefill_attention(
+                query, k_pool, v_pool, plan.block_table, plan.cu_query_lens, plan.seq_lens, **options
+            )[0]
+        self.launches["decode_attention"] += 1
+        return self._decode.decode_attention(query, k_pool, v_pool, plan.block_table, plan.seq_lens, **options)[0]
 
     def _build(self, phase, tables, query_lens, seq_lens, window, carried, capacity=None, into=None) -> Work:
         work = build_work(

@@ -14,7 +14,7 @@ from radixkv.errors import OutOfBlocks
 from radixkv.events import Hit
 from radixkv.rows import append_tokens, let_go, truncate_row
 from radixkv.running import RunningRows, require_open
-from radixkv.sequence import Batch, CallOptions, Sequence
+from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
 from radixkv.step import Step
 from radixkv.tree import Lease, token_key
 
@@ -123,8 +123,9 @@ class Requests(RunningRows):
             sequences = [batch.sequences[row] for row in rows]
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            for sequence, key in zip(sequences, np.asarray(token_ids, dtype="<i4"), strict=True):
-                sequence.key += key.tobytes()
+            keys = np.asarray(token_ids, dtype="<i4").tobytes()
+            for sequence, start in zip(sequences, range(0, len(keys), TOKEN_BYTES), strict=True):
+                sequence.key += keys[start : start + TOKEN_BYTES]
             try:
                 self._make_room(batch, sequences)
                 self._count_computed(batch, len(sequences))

@@ -115,6 +115,41 @@ def fork_row(cache: CacheStorage, sequence: Sequence) -> Sequence:
     return replace(sequence, key=bytearray(sequence.key), lease=lease, blocks=list(sequence.blocks), shared_runs=[])
 
 
+def take_rows(batch: Batch, rows: Seq[int]) -> Batch:
+    """A batch of its own of some rows of an open one, which loses them."""
+    taken = set(rows)
+    parted = replace(batch, sequences=[batch.sequences[row] for row in rows], lent=None, step_rows=(), carried={})
+    batch.sequences = [sequence for row, sequence in enumerate(batch.sequences) if row not in taken]
+    batch.step_rows, batch.carried = (), {}
+    return parted
+
+
+def join_rows(batch: Batch, other: Batch) -> None:
+    """Let the rows of another open batch become further rows of a batch; the other one has none then."""
+    if (batch.namespace, batch.options, batch.counted) != (other.namespace, other.options, other.counted) or other.lent is not None:
+        raise ValueError("join: only batches that were admitted alike, without a lease, can become one")
+    for sequence in other.sequences:
+        sequence.shared_runs = []  # name rows of the batch that was
+    batch.sequences, other.sequences = batch.sequences + other.sequences, []
+    batch.may_share |= other.may_share
+    batch.step_rows, batch.carried = (), {}
+
+
+def hold_published(cache: CacheStorage, batch: Batch, sequence: Sequence) -> None:
+    """Let a row whose stored tokens were just put into the tree go on from there, its last block its own again.
+
+    Raises:
+        OutOfBlocks: there is no block for that; the next step that writes to the row asks for it again.
+    """
+    key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
+    sequence.lease = lease = cache.tree.lock(cache.tree.match_prefix(key, batch.namespace))
+    sequence.blocks = lease.blocks
+    sequence.num_leased = sequence.first_private = len(sequence.blocks)
+    sequence.jumps += 1
+    batch.may_share, batch.step_rows, batch.carried = True, (), {}
+    make_writable(cache, [sequence])
+
+
 def let_go(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
     """Give back everything that rows hold; their tokens stay."""
     for sequence in sequences:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 
-from radixkv.rows import fork_row, let_go, make_writable, truncate_row
+from radixkv.errors import OutOfBlocks
+from radixkv.rows import fork_row, hold_published, join_rows, let_go, make_writable, take_rows, truncate_row
 from radixkv.sequence import Batch, Sequence
 from radixkv.storage import CacheStorage
 
@@ -54,6 +56,41 @@ class RunningRows(CacheStorage):
                 raise
             batch.may_share = forked.may_share = True
             return forked
+
+    def join(self, batch: Batch, other: Batch) -> None:
+        """Let the rows of another open batch become further rows of this one, after its own; the other one is closed then.
+
+        Raises:
+            ValueError: they differ in namespace or options, or the other one was admitted with a lease.
+        """
+        with self.lock:
+            require_open(batch)
+            require_open(other)
+            join_rows(batch, other)
+            self._discard(other)
+
+    def part(self, batch: Batch, rows: Seq[int]) -> Batch:
+        """Take rows out of an open batch; they become a batch of their own, to be stored or discarded."""
+        with self.lock:
+            require_open(batch)
+            parted = take_rows(batch, rows)
+            self._live.add(parted)
+            return parted
+
+    def publish(self, batch: Batch, row: int) -> None:
+        """Put what a running row has stored into the tree, where other prompts find it; the row goes on.
+
+        Nothing happens to a row whose batch is not to be stored, or whose weights have changed since.
+        """
+        with self.lock:
+            self._collect()
+            require_open(batch)
+            sequence = batch.sequences[row]
+            if not sequence.num_stored or not batch.options.store or self.is_stale(batch):
+                return
+            self._insert(sequence, batch.namespace, None)
+            with suppress(OutOfBlocks):
+                hold_published(self, batch, sequence)
 
     def is_stale(self, batch: Batch) -> bool:
         """Whether a batch was computed with weights that have changed since."""

@@ -9,6 +9,7 @@ import torch
 
 from radixkv.attention import Backend
 from radixkv.decode_plan import DecodePlan
+from radixkv.host_plan import HostDecodePlan
 from radixkv.kernels.torch_held import Held, gather_held, may_hold
 from radixkv.plan import Plan
 from radixkv.pool import BlockPool
@@ -30,9 +31,9 @@ class Step:
         num_attended_layers: calls of `attend` since then.
     """
 
-    plan: Plan | DecodePlan
+    plan: Plan | DecodePlan | HostDecodePlan
 
-    def __init__(self, pool: BlockPool, backend: Backend, plan: Plan | DecodePlan, *, reuses_outputs: bool = False):
+    def __init__(self, pool: BlockPool, backend: Backend, plan: Plan | DecodePlan | HostDecodePlan, *, reuses_outputs: bool = False):
         self.pool, self.backend, self.plan = pool, backend, plan
         self._reuses_outputs = reuses_outputs
         self.positions = plan.positions

@@ -10,6 +10,7 @@ import numpy as np
 
 from radixkv.attention import Backend
 from radixkv.decode_plan import DecodePlan, columns_for
+from radixkv.host_plan import HostDecodePlan
 from radixkv.kernels.work import Work
 from radixkv.plan import Phase, Plan, StepTokens, assemble, decode_tokens, prompt_tokens
 from radixkv.pool import BlockPool
@@ -56,8 +57,17 @@ class StepMaker:
             plan.commit()
         elif len(sequences) == 1 and self._pool.device.type == "cpu":
             yield HeldStep(self._pool, self._backend, sequences[0], carried, partial(self._assemble_decode, sequences, carried))
+        elif self._pool.device.type == "cpu":
+            yield Step(self._pool, self._backend, self._host_plan(sequences, carried))
         else:
             yield Step(self._pool, self._backend, self._assemble_decode(sequences, carried))
+
+    def _host_plan(self, sequences: list[Sequence], carried: dict) -> HostDecodePlan:
+        """The plan of the rows' step before, if it can be moved on, else a new one."""
+        plan = carried.get(HostDecodePlan)
+        if plan is None or not plan.follow(sequences):
+            plan = carried[HostDecodePlan] = HostDecodePlan(sequences, self._pool.block_size, self._backend)
+        return plan
 
     def _assemble_decode(self, sequences: list[Sequence], carried: dict) -> Plan:
         return self._assemble("decode", sequences, decode_tokens(sequences, self._pool.block_size), carried)

@@ -112,6 +112,17 @@ class CacheStorage(Observed):
                 short = num_blocks - self.pool.num_free
         return self.pool.allocate(num_blocks)
 
+    def known_prefix(self, key: bytes, namespace: tuple = ()) -> tuple[int, int]:
+        """How many leading tokens of a prompt are cached, and how many of those are held, so that reusing them takes no block from others.
+
+        Args:
+            key: the prompt, int32 little-endian. namespace: what to add to this cache's own.
+        """
+        with self.lock:
+            self._collect()
+            match = self.tree.match_prefix(key, self.full_namespace(namespace))
+            return match.length, match.held_length
+
     @property
     def num_allocatable(self) -> int:
         """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""

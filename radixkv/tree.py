@@ -37,6 +37,14 @@ class Match(NamedTuple):
     node: Node | None
     num_node_bytes: int
 
+    @property
+    def held_length(self) -> int:
+        """How many of its tokens some lease holds, as far as nodes are held whole."""
+        node, length = self.node, self.length
+        while node is not None and not node.locks:
+            length, node = node.start // TOKEN_BYTES, node.parent
+        return 0 if node is None else length
+
 
 class Inserted(NamedTuple):
     """What `insert` did with the blocks that it was given.

@@ -1,0 +1,83 @@
+"""One packed forward of a model: the layers' attention switched to the pool, and what a decode step is captured in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from radixkv.cache import PrefixCache
+from radixkv.integration.attention import STEP_ARGUMENT, packed_attention
+from radixkv.integration.graphs import DecodeGraphs
+from radixkv.integration.hf_cache import StepCache
+from radixkv.sequence import Batch
+from radixkv.step import Step
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """How one model computes packed steps.
+
+    Attributes:
+        configs: those that its layers read. call: its class's own `forward` (or `__call__`), bound. argument: the name under which it takes
+            a cache. graphs: what its decode steps are captured in, None if they run as they are.
+    """
+
+    configs: Sequence[PretrainedConfig]
+    call: Callable[..., Any]
+    argument: str
+    graphs: DecodeGraphs | None
+
+    def run(self, step: Step, token_ids: torch.Tensor, kept: torch.Tensor | int, inputs: dict[str, Any]) -> Any:
+        """The model's output for one packed step.
+
+        Args:
+            step: what to compute. token_ids: int64 [1, T]. kept: of which packed rows logits are wanted, int64; 0: of all.
+            inputs: what else the model is called with.
+        """
+        step.begin()
+        with packed_attention(self.configs):
+            output = self.call(
+                input_ids=token_ids,
+                position_ids=step.positions[None],
+                # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
+                attention_mask=torch.empty(1, 1, 1, 1, device=token_ids.device),
+                logits_to_keep=kept,
+                **{self.argument: StepCache(step, step.pool.num_layers), STEP_ARGUMENT: step},
+                **inputs,
+            )
+        if not step.is_complete:
+            raise RuntimeError(
+                f"radixkv: {step.num_stored_layers} layers stored their K/V and {step.num_attended_layers} attended to the pool, of "
+                f"{step.pool.num_layers}: the model's layers were changed, or two have the same layer_idx; unpatch the model, or patch "
+                "it again"
+            )
+        return output
+
+    def decode(
+        self, cache: PrefixCache, batch: Batch, rows: list[int], token_ids: torch.Tensor, inputs: dict[str, Any]
+    ) -> tuple[Any, torch.Tensor]:
+        """Append a token to some rows of a batch and compute it.
+
+        Args:
+            cache, batch, rows: as for `PrefixCache.decode_step`. token_ids: int64 [rows], on the model's device.
+            inputs: what else the model is called with.
+
+        Returns:
+            The model's output, and its logits [rows, vocabulary].
+        """
+        # What was captured computes with the weights and adapters that the namespace's first parts name.
+        graphs = None if batch.is_mixed else self.graphs
+        capacity = None if graphs is None else graphs.rows_for(len(rows))
+        with cache.decode_step(batch, rows, token_ids.tolist(), capacity) as step:
+            if graphs is None:
+                output = self.run(step, token_ids[None], 0, inputs)
+                return output, output.logits[0]
+            flags = f"{sorted(inputs.items())} {batch.namespace[:-2]}"
+            logits = graphs.run(step, token_ids, lambda ids: self.run(step, ids, 0, inputs).logits[0], flags)
+            # Copied here, where no other thread can replay the graph, which would overwrite them.
+            return CausalLMOutputWithPast(), logits[: len(rows)].clone()

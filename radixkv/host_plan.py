@@ -1,0 +1,71 @@
+"""`HostDecodePlan`: what `DecodePlan` is on a device, for the torch backend on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from radixkv.decode_plan import columns_for
+from radixkv.kernels.work import Work
+from radixkv.plan import Phase
+from radixkv.sequence import Sequence
+
+if TYPE_CHECKING:
+    from radixkv.attention import Backend
+
+
+class HostDecodePlan:
+    """The tensors of the decode steps of some rows, written on from step to step. A step costs the same however long the rows are.
+
+    Args:
+        sequences: the rows, each with the token of the first step and the block for it. block_size: tokens per block.
+        backend: the torch one.
+
+    Attributes:
+        positions, slots: int64 [rows]. block_table: int32 [rows, columns]. seq_lens: int32 [rows]. They are those of the step at hand.
+    """
+
+    phase: Phase = "decode"
+    source_rows = None
+
+    @torch.inference_mode(False)  # written again by calls that may or may not be in that mode
+    def __init__(self, sequences: Seq[Sequence], block_size: int, backend: Backend):
+        self._sequences, self._block_size, self._backend = list(sequences), block_size, backend
+        self._jumps = [sequence.jumps for sequence in sequences]
+        self._table = np.full((len(sequences), columns_for(max(len(sequence.blocks) for sequence in sequences))), -1, dtype=np.int32)
+        for row, sequence in enumerate(sequences):
+            self._table[row, : len(sequence.blocks)] = sequence.blocks
+        self._lens = np.array([sequence.num_tokens for sequence in sequences])
+        self._positions = self._lens - 1
+        last = np.array([sequence.blocks[-1] for sequence in sequences])
+        self._slots = last * block_size + self._positions % block_size
+        self._seq_lens = self._lens.astype(np.int32)
+        self.positions, self.slots = torch.from_numpy(self._positions), torch.from_numpy(self._slots)
+        self.block_table, self.seq_lens = torch.from_numpy(self._table), torch.from_numpy(self._seq_lens)
+        self._work = backend.growing_work(self._table, self._lens)
+
+    def follow(self, sequences: Seq[Sequence]) -> bool:
+        """Move on to the next step of the rows, each of which has just got its token and the block for it.
+
+        False: these are other rows, or something else happened to them (a step that failed counts); a new plan must be made.
+        """
+        if self._sequences != sequences or self._jumps != [sequence.jumps for sequence in sequences]:
+            return False
+        begun = np.flatnonzero(self._lens % self._block_size == 0)
+        columns = self._lens[begun] // self._block_size
+        if len(begun) and columns.max() >= self._table.shape[1]:
+            return False
+        for array in (self._lens, self._positions, self._slots, self._seq_lens):
+            array += 1
+        if len(begun):
+            self._table[begun, columns] = last = [sequences[row].blocks[-1] for row in begun.tolist()]
+            self._slots[begun] = np.array(last) * self._block_size
+        self._backend.grow_work(self._work)
+        return True
+
+    def work(self, window: int | None) -> Work:
+        """The work list, which serves layers of any window."""
+        return self._work
