@@ -45,7 +45,7 @@ def patch_model(
     compute several prompts at once, pass them as one batch. Changing weights while other threads generate is up to the caller.
 
     Args:
-        model: a transformers model of a supported class (now `Qwen2ForCausalLM`).
+        model: a transformers model of a supported class: Qwen2, Qwen2-MoE, Qwen3, Llama, Mistral, Gemma 2 or 3, each `...ForCausalLM`.
         num_blocks: blocks in the K/V pool, each of `block_size` tokens of all layers. None takes, on CPU, a quarter of the available
             memory but at most 65,536 tokens, and on a GPU half of the free memory.
         block_size: tokens in a block, a power of two of at least 16.

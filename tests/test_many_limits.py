@@ -47,7 +47,12 @@ def test_rows_are_preempted_and_go_on_where_they_were(expected, monkeypatch):
     put_back = []
     waiting_class = sys.modules["radixkv.schedule"].Waiting
     original = waiting_class.put_back
-    monkeypatch.setattr(waiting_class, "put_back", lambda self, place, key: (put_back.append(place), original(self, place, key)))
+
+    def watched(self, place, key):
+        put_back.append(place)
+        original(self, place, key)
+
+    monkeypatch.setattr(waiting_class, "put_back", watched)
     with counted_tokens(model) as computed:
         got = model.radixkv.generate_many(rows, 50)
     assert answer_tokens(got) == alone
