@@ -55,6 +55,8 @@ def read_settings(model: Any, config: GenerationConfig | None, max_new_tokens: i
     """
     if config is not None and not isinstance(config, GenerationConfig):
         raise ValueError(f"generate_many: generation_config must be a GenerationConfig, got {type(config).__name__}")
+    if config is not None:
+        _require_supported(config)
     merged, _ = model._prepare_generation_config(config)
     _require_supported(merged)
     length = merged.max_new_tokens if max_new_tokens is None else max_new_tokens

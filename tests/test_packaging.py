@@ -23,10 +23,10 @@ import radixkv
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LIBRARY = sorted([*ROOT.glob("kernels/*.py"), *ROOT.glob("integration/*.py"), *ROOT.glob("radixkv/*.py"), *ROOT.glob("radixkv/demo/*.py")])
-WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "work")
+WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "torch_rows", "work")
 WITHOUT_TORCH = (
     *("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key"),
-    *("history", "events", "explain", "tree_view", "readable"),
+    *("history", "events", "explain", "tree_view", "readable", "schedule"),
 )
 
 
