@@ -1,6 +1,7 @@
 # make demo   the main job, on a real model    make lint    ruff and mypy
 # make test   the tests                        make bench   microbenchmarks
 # make fuzz   240,000 random operations on the tree, 30,000 on whole caches, everything checked after each
+# make soak   10,000 calls of generate() in a loop: no growth of memory or blocks
 # make test-versions   the tests of the integration with older releases of transformers, in .venv-transformers-*
 # make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
 # The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
@@ -18,24 +19,27 @@ OLDER_TRANSFORMERS := 4.57.6 5.17.0
 INTEGRATION_TESTS := $(patsubst %,tests/test_%.py,by_hand edges families generate many modes paged_cache patch weights)
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend items merge prefill reference sharing static store tiles work)
 
-.PHONY: demo test fuzz test-versions test-triton36 lint bench clean
+.PHONY: demo test fuzz soak test-versions test-triton36 lint bench clean
 
 demo: $(READY)
 	$(BIN)/python -m radixkv demo
 
 test: $(READY)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n 2 --dist loadfile
 
 fuzz: $(READY)
-	$(BIN)/python -m pytest tests/test_tree_stateful.py tests/test_cache_fuzz.py -k long_run --fuzz-operations 20000
+	$(BIN)/python -m pytest tests/test_tree_stateful.py tests/test_cache_fuzz.py tests/test_rows.py -k long_run --fuzz-operations 20000
+
+soak: $(READY)
+	$(BIN)/python -m pytest tests/test_soak.py --soak-calls 10000
 
 test-versions: $(OLDER_TRANSFORMERS:%=test-transformers-%)
 
 test-transformers-%: .venv-transformers-%/.ready
-	.venv-transformers-$*/bin/python -m pytest $(INTEGRATION_TESTS)
+	.venv-transformers-$*/bin/python -m pytest $(INTEGRATION_TESTS) -n 2 --dist loadfile
 
 test-triton36: $(READY36)
-	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS)
+	$(VENV36)/bin/python -m pytest $(KERNEL_TESTS) -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -67,7 +71,7 @@ $(READY36): pyproject.toml setup.py constraints.txt Makefile
 	test -x $(VENV36)/bin/python || "$(PYTHON)" -m venv $(VENV36)
 	grep -v '^numpy==' constraints.txt > $(VENV36)/constraints.txt
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --constraint $(VENV36)/constraints.txt \
-		'numpy<2.4' torch pytest hypothesis packaging
+		'numpy<2.4' torch pytest pytest-xdist hypothesis packaging
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps triton==3.6.0
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat --editable .
 	@touch $(READY36)
@@ -79,7 +83,7 @@ $(READY36): pyproject.toml setup.py constraints.txt Makefile
 	test -x $(@D)/bin/python || "$(PYTHON)" -m venv $(@D)
 	grep -vE '^(transformers|tokenizers|huggingface_hub|peft)==' constraints.txt > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --disable-pip-version-check --constraint $(@D)/constraints.txt \
-		--config-settings editable_mode=compat --editable . transformers==$* torch accelerate hypothesis packaging pytest rich tqdm
+		--config-settings editable_mode=compat --editable . transformers==$* torch accelerate hypothesis packaging pytest pytest-xdist rich tqdm
 	@touch $@
 
 clean:

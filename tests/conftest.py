@@ -12,11 +12,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # No test may wait for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Tests that run beside others have one core each.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-operations", type=int, default=400, help="random operations in each setting of the tree's long run")
+    parser.addoption("--soak-calls", type=int, default=120, help="calls of generate() in a loop")
 
 
 @pytest.fixture
@@ -42,3 +44,9 @@ def tree():
     tree = RadixTree(BLOCK)
     yield tree
     tree.check()
+
+
+@pytest.fixture
+def num_soak_calls(request: pytest.FixtureRequest) -> int:
+    """Few in an ordinary run; `make soak` asks for more."""
+    return request.config.getoption("--soak-calls")
