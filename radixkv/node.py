@@ -106,7 +106,13 @@ class SortedKeys:
         return [key for bucket in self._buckets for key in bucket if key not in self._gone]
 
 
-class Node:
+class _WalkedSlots:
+    """What a walk reads of a node: slots of a base come first, so that they lie in one line of the processor's caches."""
+
+    __slots__ = ("edge", "trunk", "children")
+
+
+class Node(_WalkedSlots):
     """A run of tokens, the blocks that hold their K/V, and what follows it.
 
     Attributes:
@@ -127,8 +133,7 @@ class Node:
     """
 
     __slots__ = (
-        "edge", "blocks", "parent", "children", "sorted_keys", "trunk", "hits", "locks", "start",
-        "queue", "stamp", "worth", "place", "older", "newer",
+        "blocks", "parent", "sorted_keys", "hits", "locks", "start", "queue", "stamp", "worth", "place", "older", "newer"
     )  # fmt: skip
 
     queue: Eviction
