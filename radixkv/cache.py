@@ -421,7 +421,7 @@ class PrefixCache(Observed):
                     truncate_row(self, sequence, sequence.num_stored)
                 raise
             for sequence in sequences:
-                sequence.num_stored = sequence.num_tokens
+                sequence.num_stored += 1
 
     @contextmanager
     def extend_step(

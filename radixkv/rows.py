@@ -142,8 +142,10 @@ def hold_published(cache: PrefixCache, batch: Batch, sequence: Sequence) -> None
     sequence.blocks = lease.blocks
     sequence.num_leased = sequence.first_private = len(sequence.blocks)
     sequence.jumps += 1
-    batch.may_share, batch.step_rows, batch.carried = True, (), {}
+    may_share, batch.may_share = batch.may_share, True
+    batch.step_rows, batch.carried = (), {}
     make_writable(cache, [sequence])
+    batch.may_share = may_share
 
 
 def let_go(cache: PrefixCache, sequences: Seq[Sequence]) -> None:
