@@ -39,24 +39,25 @@ class Request:
     """A prompt on its way.
 
     Attributes:
-        index: its number among the prompts. key: its tokens, then those of its answer, int32 little-endian. num_prompt: how many of them
-            are the prompt's. cached_tokens: as in `Answer`; None before it was computed. place: its number among those that are not
+        index: its number among the prompts. key: its tokens, then those of its answer, int32 little-endian. num_prompt, num_new: how many
+            they are. cached_tokens: as in `Answer`; None before it was computed. place: its number among those that are not
             refused at once.
     """
 
     index: int
     key: bytearray
     num_prompt: int
+    num_new: int = 0
     place: int = -1
     cached_tokens: int | None = None
 
     @property
     def num_tokens(self) -> int:
-        return len(self.key) // TOKEN_BYTES
+        return self.num_prompt + self.num_new
 
-    @property
-    def num_new(self) -> int:
-        return self.num_tokens - self.num_prompt
+    def add(self, token: int) -> None:
+        self.key += token.to_bytes(TOKEN_BYTES, "little")
+        self.num_new += 1
 
     def answer(self, reason: FinishReason, tokenizer: Any, error: str | None = None) -> Answer:
         tokens = tuple(np.frombuffer(bytes(self.key), dtype="<i4")[self.num_prompt :].tolist())

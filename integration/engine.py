@@ -213,7 +213,7 @@ class Engine:
         """Give the rows from `first` on their next tokens; those that are at their end leave."""
         rows = self._rows[first:]
         for request, token in zip(rows, tokens, strict=True):
-            request.key += token.to_bytes(TOKEN_BYTES, "little")
+            request.add(token)
         self._pending[first:] = tokens
         reasons = self._stopping.reasons([request.key for request in rows], [request.num_new for request in rows], tokens)
         done = {first + row: reason for row, reason in enumerate(reasons) if reason is not None}

@@ -104,6 +104,8 @@ class Sampler:
 
     def next_tokens(self, prompts: Sequence[int], logits: torch.Tensor) -> list[int]:
         """The next token of each of some prompts that are open, from their logits [rows, vocabulary]."""
+        if not self._settings.do_sample and self._penalty is None:
+            return logits.argmax(-1).tolist()
         scores = logits.to(torch.float32, copy=True)
         if self._penalty is not None:
             scores = self._penalty(self._seen.rows(prompts), scores)

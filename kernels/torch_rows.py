@@ -31,7 +31,8 @@ class SingleRows:
     ):
         self.item, self.seqs, self._first_blocks = item, np.array(seqs), first_blocks
         self._num_kv_heads, self._block_size, self._device = num_kv_heads, block_size, device
-        self._ends = np.zeros(0, dtype=np.int64)
+        # Where in the mask each row's next key stands.
+        self._next = torch.zeros(0, dtype=torch.int64)
 
     @property
     def num_gathered_blocks(self) -> int:
@@ -47,7 +48,6 @@ class SingleRows:
         item, heads = self.item, np.arange(self._num_kv_heads)[:, None]
         # [num_seqs, num_kv_heads, most]: heads outside blocks, so that a head's keys are one run in what is gathered.
         item.gather = self._upload((blocks[:, None].astype(np.int64) * self._num_kv_heads + heads).reshape(-1))
-        self._ends = spans[:, 1].copy()
         if (spans == spans[0]).all():
             item.first_key, item.end_key = spans[0].tolist()
             item.mask = item.dead = None
@@ -55,10 +55,11 @@ class SingleRows:
         num_keys = blocks.shape[1] * self._block_size
         item.first_key, item.end_key = 0, num_keys
         # [num_seqs, num_keys]: in how many steps a key is seen; below 0 it was seen already.
-        steps = np.arange(num_keys) - self._ends[:, None]
+        steps = np.arange(num_keys) - spans[:, 1:]
         unseen = (steps >= 0) | (np.arange(num_keys) < spans[:, :1])
         mask = torch.zeros(unseen.shape, dtype=item.dtype).masked_fill_(torch.from_numpy(unseen), float("-inf"))
         item.mask = mask[:, None, None].to(self._device)
+        self._next = self._upload(np.arange(len(spans)) * num_keys + spans[:, 1])
         # What is seen next stands last, so that the next step only takes off the end.
         rows, keys = unseen.nonzero()
         order = np.argsort(-steps[rows, keys], kind="stable")
@@ -72,10 +73,9 @@ class SingleRows:
             item.end_key += 1
             return
         assert item.dead is not None
-        num_rows, num_keys = len(self._ends), item.end_key
-        item.mask.view(-1).index_fill_(0, self._upload(np.arange(num_rows) * num_keys + self._ends), 0.0)
-        item.dead = item.dead[: -num_rows * self._num_kv_heads]
-        self._ends += 1
+        item.mask.view(-1).index_fill_(0, self._next, 0.0)
+        self._next += 1
+        item.dead = item.dead.narrow(0, 0, item.dead.shape[0] - item.num_rows * self._num_kv_heads)
 
     def refill(self, table: np.ndarray, lens: np.ndarray) -> None:
         """See all keys of sequences of which some have got a block.

@@ -136,7 +136,7 @@ class Requests(RunningRows):
                     truncate_row(self, sequence, sequence.num_stored)
                 raise
             for sequence in sequences:
-                sequence.num_stored = sequence.num_tokens
+                sequence.num_stored += 1
 
     @contextmanager
     def extend_step(

@@ -146,8 +146,10 @@ def hold_published(cache: CacheStorage, batch: Batch, sequence: Sequence) -> Non
     sequence.blocks = lease.blocks
     sequence.num_leased = sequence.first_private = len(sequence.blocks)
     sequence.jumps += 1
-    batch.may_share, batch.step_rows, batch.carried = True, (), {}
+    may_share, batch.may_share = batch.may_share, True
+    batch.step_rows, batch.carried = (), {}
     make_writable(cache, [sequence])
+    batch.may_share = may_share
 
 
 def let_go(cache: CacheStorage, sequences: Seq[Sequence]) -> None:

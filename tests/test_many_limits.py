@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from radixkv.schedule import Waiting
 from tests.many import BLOCK, LENGTH, answer_tokens, make_patched, questions
 from tests.models import VOCAB_SIZE, counted_tokens, new_tokens, prompt, tiny_qwen2
 
@@ -44,15 +45,14 @@ def test_rows_are_preempted_and_go_on_where_they_were(expected, monkeypatch):
     model, stock = make_patched(9), tiny_qwen2()
     rows = [prompt(10, seed=i) for i in range(4)]
     alone = [new_tokens(stock.generate(row[None], max_new_tokens=50, do_sample=False), row[None])[0].tolist() for row in rows]
-    put_back = []
-    waiting_class = sys.modules["radixkv.schedule"].Waiting
-    original = waiting_class.put_back
+    put_back: list[int] = []
+    original = Waiting.put_back
 
-    def watched(self, place, key):
+    def note(waiting: Waiting, place: int, key: bytes) -> None:
         put_back.append(place)
-        original(self, place, key)
+        original(waiting, place, key)
 
-    monkeypatch.setattr(waiting_class, "put_back", watched)
+    monkeypatch.setattr(Waiting, "put_back", note)
     with counted_tokens(model) as computed:
         got = model.radixkv.generate_many(rows, 50)
     assert answer_tokens(got) == alone
