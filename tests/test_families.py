@@ -109,3 +109,45 @@ def test_settings_that_a_packed_forward_cannot_serve(family: str, setting: str) 
     setattr(model.config, setting, True)
     with pytest.raises(NotImplementedError, match=setting):
         radixkv.patch_model(model)
+
+
+class _Int8Linear(torch.nn.Module):
+    """A linear layer with weights of 8 bits and a scale for each row, as quantised checkpoints have them."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, linear: torch.nn.Linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight * self.scale, self.bias)
+
+
+def quantised(model: Any) -> Any:
+    for layer in model.model.layers:
+        for module in (layer.self_attn, layer.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(module, name, _Int8Linear(child))
+    return model
+
+
+def test_quantised_weights() -> None:
+    """Attention's projections may be of any kind; a changed scale makes stale what was computed with it."""
+    reference, patched = (quantised(tiny_model("Qwen2")) for _ in range(2))
+    radixkv.patch_model(patched, num_blocks=60, block_size=16)
+    ids = prompt(40, seed=8)[None]
+    for computed in (40, 1):
+        with counted_tokens(patched) as rows:
+            assert torch.equal(patched.generate(ids, **GREEDY), reference.generate(ids, **GREEDY))
+        assert rows[0] == computed
+    for model in (reference, patched):
+        model.model.layers[0].self_attn.k_proj.scale.mul_(2)
+    with counted_tokens(patched) as rows:
+        assert torch.equal(patched.generate(ids, **GREEDY), reference.generate(ids, **GREEDY))
+    assert rows[0] == 40

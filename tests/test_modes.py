@@ -22,6 +22,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     TextStreamer,
+    pipeline,
 )
 
 import radixkv
@@ -116,6 +117,7 @@ MODES: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "chunked prefill": (single, {**GREEDY, "prefill_chunk_size": 16}),
     "chunked prefill off the blocks": (single, {**GREEDY, "prefill_chunk_size": 7}),
     "chunked prefill by single tokens": (single, {**GREEDY, "prefill_chunk_size": 1}),
+    "logits of several tokens": (single, {**GREEDY, "logits_to_keep": 3}),
     "a streamer": (single, {**GREEDY, "streamer": lambda: _Collect()}),
     "stopping criteria": (ragged, {**GREEDY, "stopping_criteria": lambda: StoppingCriteriaList([_StopAt()])}),
     "no end in a criterion": (ragged, {**GREEDY, "stopping_criteria": lambda: StoppingCriteriaList([MaxTimeCriteria(1000.0)])}),
@@ -275,6 +277,21 @@ def test_the_stock_path_gives_what_unpatched_gives(reference, patched, name):
     assert stats.requests == 0
     if not isinstance(expected, tuple):
         assert stats.stock_calls > 0
+
+
+def test_a_pipeline_with_a_chat_template(patched):
+    """transformers' text-generation pipeline, turn after turn of a conversation, against one of the unpatched model."""
+    tokenizer = words()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['role'] }}{{ message['content'] }}{% endfor %}assistant"
+    chats = [[{"role": "user", "content": "tell" * 20}]]
+    chats.append([*chats[0], {"role": "assistant", "content": "once" * 9}, {"role": "user", "content": "more" * 5}])
+    arguments = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": PAD}
+    for number, chat in enumerate(chats):
+        models = tiny_qwen2(), patched
+        expected, got = (pipeline("text-generation", model=model, tokenizer=tokenizer)(chat, **arguments) for model in models)
+        assert got == expected
+        stats = patched.radixkv.stats()
+        assert (stats.requests, stats.stock_calls, stats.cached_tokens > 0) == (number + 1, 0, number > 0)
 
 
 def test_the_cache_consumes_no_random_numbers(patched):
