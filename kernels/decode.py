@@ -271,6 +271,13 @@ def _decode_kernel(
         row_sum = _join_splits(tl.permute(row_sum * shrink, (1, 0)), _add, SPLITS)
         acc = _join_splits(tl.permute(acc * shrink[:, :, None], (1, 2, 0)), _add, SPLITS)
         out, lse = softmax_end(top, row_sum, acc)
+        if HEAD_TILES == 1:
+            # Rows are worked out anew from the item, read again, or they take registers all through the loops: with a softcap, at
+            # head_dim 128, Triton 3.6 has none left.
+            num_entries = tl.load(item_ptr + 1, volatile=True)
+            row_entry = tl.minimum(offs_r, num_entries * GROUP - 1) // GROUP
+            row_mask = offs_r < num_entries * GROUP
+        mask = row_mask[:, None] & (offs_d[None, :] < HEAD_DIM)
         partial = tl.load(entry_partials_ptr + first_entry + row_entry, mask=row_mask, other=0).to(tl.int64)
         out_rows = (partial * NUM_KV_HEADS - row_entry) * GROUP + heads
         tl.store(part_out_ptr + out_rows[:, None] * HEAD_DIM + offs_d[None, :], out, mask=mask)
