@@ -13,7 +13,7 @@ def test_a_dry_run_measures_every_way(capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     for way in ("generate(), one by one", "one padded batch", "copied prefix cache", "radixkv: generate(), one by one", "generate_many()"):
         assert way in printed
-    lines = [line for line in printed.splitlines() if line.startswith(("| a", "| b", "| c", "| d"))]
+    lines = [line for line in printed.splitlines() if line.startswith(("| a:", "| b:", "| c:", "| d:"))]
     assert len(lines) == 26
     assert all(line.split("|")[-2].strip() in ("2 of 2", "4 of 4", "6 of 6") for line in lines)
     assert "% in cache order" in printed and "bookkeeping of a decode step of 32 rows of 64 tokens" in printed
