@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -20,6 +19,7 @@ from radixkv.cache import PrefixCache
 from radixkv.eviction import policy_maker
 from radixkv.integration.adapters import adapters_in, numbered, unnumbered
 from radixkv.integration.branch import Branch
+from radixkv.integration.dynamic_cache import insert_dynamic
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.fingerprint import digest_settings, digest_tokenizer, digest_weights, model_facts
 from radixkv.integration.graphs import CudaCapture, DecodeGraphs
@@ -172,7 +172,7 @@ class ModelCache(PrefixCache):
         if cache is not None:
             with self.lock:
                 self._follow_again()
-                self._insert_dynamic(output, cache, priority)
+                insert_dynamic(self, output, cache, priority)
             return
         held = held_cache(output)
         if not isinstance(held, PagedCache):
@@ -321,27 +321,6 @@ class ModelCache(PrefixCache):
         if model is None:
             raise RuntimeError(f"the model of this cache is gone, so nobody knows what its prefixes belong to: {what} while it lives")
         return model
-
-    def _insert_dynamic(self, token_ids: Any, cache: Cache, priority: int | None) -> None:
-        if not isinstance(cache, Cache):
-            raise TypeError(f"insert: cache must be a DynamicCache of transformers, got {type(cache).__name__}")
-        ids = np.atleast_2d(np.asarray(token_ids.cpu() if isinstance(token_ids, torch.Tensor) else token_ids))
-        num_stored = int(cache.get_seq_length())
-        if not num_stored:
-            raise ValueError("insert: the cache is empty")
-        # Detached, or the pool would keep the graph of whatever computed them.
-        layers = [(layer.keys.detach(), layer.values.detach()) for layer in cache.layers]
-        expected = (len(ids), self.shape.num_kv_heads, num_stored, self.shape.head_dim)
-        if num_stored > ids.shape[1]:
-            raise ValueError(f"insert: the cache holds {num_stored} tokens, token_ids only {ids.shape[1]}")
-        if len(layers) != self.shape.num_layers or any(tuple(tensor.shape) != expected for layer in layers for tensor in layer):
-            found = sorted({tuple(tensor.shape) for layer in layers for tensor in layer})
-            raise ValueError(f"insert: expected {self.shape.num_layers} layers of K and V {list(expected)}, got {len(layers)} of {found}")
-        if any((t.dtype, t.device) != (self.shape.dtype, self.shape.device) for layer in layers for t in layer):
-            raise ValueError(f"insert: the cache must be {self.shape.dtype} on {self.shape.device}")
-        for row, row_ids in enumerate(ids[:, :num_stored]):
-            keys, values = ([tensor[row].transpose(0, 1) for tensor in column] for column in zip(*layers, strict=True))
-            self.insert_computed(row_ids, keys, values, priority)
 
     def _follow_again(self) -> None:
         model = None if self._model is None else self._model()
