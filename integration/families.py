@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
+import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 # Class name: what its tests cover.
@@ -46,11 +48,18 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 
     Raises:
         TypeError: not a model of a supported class.
-        NotImplementedError: its layers are spread over several devices, or its rotary embedding depends on the sequence's length.
+        NotImplementedError: its layers are spread over several devices, its rotary embedding depends on the sequence's length, or it is a
+            class that the installed transformers does not allow to attach to.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or name not in SUPPORTED:
         raise TypeError(f"patch_model: {name} is not supported; supported classes: {', '.join(SUPPORTED)}")
+    own = next((base for base in type(model).__mro__ if base.__module__.startswith("transformers.models.")), None)
+    if own is not None and not hasattr(sys.modules[own.__module__], "ALL_ATTENTION_FUNCTIONS"):
+        raise NotImplementedError(
+            f"patch_model: {name} of transformers {transformers.__version__} does not look its attention up where it can be replaced: "
+            "install a newer release"
+        )
     config = model.config
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) != 1 or "meta" in {device.type for device in devices}:

@@ -26,6 +26,10 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedModel]:
     """A model, and its like patched."""
+    if request.param == "Qwen2-MoE" and transformers.__version__.startswith("4."):
+        with pytest.raises(NotImplementedError, match="install a newer release"):
+            radixkv.patch_model(tiny_model(request.param))
+        pytest.skip("its attention cannot be replaced in this release of transformers")
     return tiny_model(request.param), radixkv.patch_model(tiny_model(request.param), num_blocks=200, block_size=16)
 
 
