@@ -114,7 +114,7 @@ def test_other_classes_are_refused_with_the_list() -> None:
 def test_settings_that_a_packed_forward_cannot_serve(family: str, setting: str) -> None:
     model = tiny_model(family)
     setattr(model.config, setting, True)
-    with pytest.raises(NotImplementedError, match=setting):
+    with pytest.raises(NotImplementedError, match=f"{setting}|install a newer release"):
         radixkv.patch_model(model)
 
 
