@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from operator import itemgetter
@@ -113,7 +114,7 @@ class Selection:
         last, namespace = self._last
         if choices != last:
             # Lists may be changed in place.
-            copies = [(active if isinstance(active, str) else type(active)(active), disabled) for active, disabled in choices]
+            copies = [(copy(active), disabled) for active, disabled in choices]
             self._last = copies, (namespace := self._read(copies))
         return namespace
 
@@ -125,7 +126,7 @@ class Selection:
         return any(name in hook.keywords for hook in hooks if isinstance(hook, partial) for name in _PER_ROW)
 
     def _read(self, choices: list[tuple[Any, bool]]) -> tuple:
-        chosen = [() if disabled else (active,) if isinstance(active, str) else tuple(active) for active, disabled in choices]
+        chosen = [() if disabled else (active,) if isinstance(active, str) else tuple(active or ()) for active, disabled in choices]
         names = next((names for names, wrapped in zip(chosen, self._wrapped, strict=True) if wrapped is None), ())
         agree = all(
             theirs == (names if wrapped is None else tuple(name for name in names if name in wrapped))
