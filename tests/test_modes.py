@@ -264,7 +264,8 @@ def test_the_stock_path_gives_what_unpatched_gives(reference, patched, name):
         except Exception as error:
             return type(error), str(error)
 
-    expected = run(reference)
+    # An early exit that fails leaves a model with fewer layers behind in some releases.
+    expected = run(copy.deepcopy(reference))
     got = run(patched)
     if isinstance(expected, tuple):
         assert got == expected
