@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from radixkv.sequence import TOKEN_BYTES
 from radixkv.token_key import token_key
@@ -97,10 +98,13 @@ def require_prompts(prompts: Any, tokenizer: Any) -> Sequence[Any]:
     """The prompts as a sequence.
 
     Raises:
-        ValueError: they are none, or strings without a tokenizer.
+        ValueError: they are none, or strings without a tokenizer, or the tokenizer is none.
     """
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+    is_scalar = isinstance(prompts, torch.Tensor) and not prompts.ndim
+    if isinstance(prompts, (str, bytes, Mapping)) or is_scalar or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate_many: prompts must be a list of strings or of token lists, got {type(prompts).__name__}")
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise ValueError(f"generate_many: tokenizer must be one of transformers, got {type(tokenizer).__name__}")
     found = list(prompts)
     if found and all(isinstance(prompt, int) for prompt in found):
         raise ValueError("generate_many: prompts must be a list of prompts, got the token ids of one: wrap them in a list")

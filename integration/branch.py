@@ -29,7 +29,11 @@ class Branch:
     """
 
     def __init__(self, prefix_cache: ModelCache, model: Any, token_ids: Any, namespace: tuple):
-        key = token_key(token_ids[0] if isinstance(token_ids, torch.Tensor) and token_ids.ndim == 2 and len(token_ids) == 1 else token_ids)
+        if isinstance(token_ids, torch.Tensor) and token_ids.ndim == 2:
+            if len(token_ids) != 1:
+                raise ValueError(f"branch: token_ids must be one prefix, [n] or [1, n], got {list(token_ids.shape)}")
+            token_ids = token_ids[0]
+        key = token_key(token_ids)
         if not key:
             raise ValueError("branch: token_ids holds no token")
         ids = torch.frombuffer(bytearray(key), dtype=torch.int32).to(torch.int64)

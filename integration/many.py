@@ -59,6 +59,8 @@ def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOpti
         raise ValueError(f"generate_many: seed must be an int of at least 0, got {seed!r}")
     tokenizer = cache.tokenizer if options.tokenizer is None else options.tokenizer
     given = require_prompts(prompts, tokenizer)
+    if options.on_result is not None and not callable(options.on_result):
+        raise ValueError(f"generate_many: on_result must be a function of a number and an answer, got {type(options.on_result).__name__}")
     settings = read_settings(model, options.generation_config, options.max_new_tokens)
     sampler, stopping = Sampler(settings, seed, model.device), Stopping(settings, tokenizer)
     cache.follow(model)

@@ -124,6 +124,8 @@ def _take_inputs(inputs: dict[str, Any], argument: str) -> tuple[torch.Tensor, t
         raise ValueError(f"input_ids must be int64 [rows, columns], got {type(input_ids).__name__}")
     if input_ids.dtype not in (torch.int32, torch.int64) or input_ids.ndim != 2 or not input_ids.numel():
         raise ValueError(f"input_ids must be int64 [rows, columns] with at least one token, got {input_ids.dtype} {list(input_ids.shape)}")
+    if mask is not None and not isinstance(mask, torch.Tensor):
+        raise ValueError(f"attention_mask must be a tensor [rows, all columns], got {type(mask).__name__}")
     if mask is not None and (mask.ndim != 2 or mask.shape[0] not in (1, input_ids.shape[0])):
         raise ValueError(f"attention_mask must be [{input_ids.shape[0]}, all columns], got {list(mask.shape)}")
     return input_ids, mask, input_ids.shape[1] if keep == 0 else min(keep, input_ids.shape[1])

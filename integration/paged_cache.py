@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,19 +99,25 @@ class PagedCache(BaseCache):
 
     def crop(self, max_length: int) -> None:
         """Take columns off the end, as the installed transformers' `DynamicCache.crop` counts them."""
-        kept = columns_after_crop(int(max_length), self.num_columns)
+        kept = columns_after_crop(operator.index(max_length), self.num_columns)
         if self.batch is not None and kept < self.num_columns:
             self.truncate_rows(self._real[:, :kept].sum(1).tolist())
         self.num_columns = kept
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row beam_idx[i] was; rows named more than once share their blocks."""
-        self.select_rows(beam_idx.tolist())
+        """Row i becomes what row beam_idx[i] was; rows named more than once share their blocks.
+
+        Raises:
+            ValueError: beam_idx is not a run of row numbers (negative ones count from the end) or a mask of the rows, at least one.
+        """
+        self.select_rows(self._row_numbers(beam_idx))
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
+        """Every row becomes `repeats` rows; ValueError for fewer than one."""
+        if type(repeats) is not int or repeats < 1:
+            raise ValueError(f"batch_repeat_interleave: repeats must be an int of at least 1, got {repeats!r}")
         self.select_rows([row for row in range(self.num_rows) for _ in range(repeats)])
 
     def reset(self) -> None:
@@ -121,8 +128,8 @@ class PagedCache(BaseCache):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "a PagedCache was used by a model that is not the patched one it belongs to: pass it to the model of its handle, and a "
-            "DynamicCache to others"
+            "a PagedCache was used by a model that is not, or not any more, the patched one it belongs to: pass it to the model of its "
+            "handle, and a DynamicCache to others"
         )
 
     def __deepcopy__(self, memo: dict) -> PagedCache:
@@ -230,6 +237,15 @@ class PagedCache(BaseCache):
             self._release_finalizer()
             self.batch = before
             raise
+
+    def _row_numbers(self, indices: Any) -> list[int]:
+        chosen = torch.as_tensor(indices)
+        if chosen.dtype == torch.bool and chosen.shape == (self.num_rows,):
+            chosen = chosen.nonzero()[:, 0]
+        numbers = chosen.tolist() if chosen.ndim == 1 and chosen.dtype in (torch.int32, torch.int64) else []
+        if self.batch is not None and not (numbers and all(-self.num_rows <= row < self.num_rows for row in numbers)):
+            raise ValueError(f"rows must be numbers below {self.num_rows}, int64 [n], or a mask of the rows, at least one; got {indices!r}")
+        return [row % self.num_rows for row in numbers] if self.num_rows else []
 
     def _release_finalizer(self) -> None:
         if self._finalizer is not None:

@@ -235,6 +235,8 @@ def _usable_rows(call: _Call, model: Any, given: PagedCache) -> PagedCache:
         raise ValueError("prefix_cache= and a PagedCache cannot be used in one call: both say what is known of the prompt")
     if call.options is not None and (call.options.namespace or given.options.namespace) != given.options.namespace:
         raise ValueError(f"the PagedCache is of namespace {given.options.namespace}, this call asks for {call.options.namespace}")
+    if call.options is not None and given.options.reuse and not call.options.reuse:
+        raise ValueError("reuse=False does not go with a PagedCache that may reuse: make it with new_cache(reuse=False), or leave it out")
     return given
 
 

@@ -231,6 +231,8 @@ class TestConversation:
         assert patched.radixkv.match_prefix(ids[0]).length == 0
         with pytest.raises(ValueError, match="the PagedCache is of namespace"):
             patched.generate(ids, past_key_values=cache, namespace=("bert",), **GREEDY)
+        with pytest.raises(ValueError, match="reuse=False does not go with a PagedCache"):
+            patched.generate(ids, past_key_values=cache, reuse=False, **GREEDY)
         patched.generate(ids, past_key_values=cache, **GREEDY)
         assert patched.radixkv.match_prefix(ids[0]).length == 0
         assert patched.radixkv.match_prefix(ids[0], namespace=("anna",)).length == ids.shape[1]
@@ -299,7 +301,7 @@ class TestForks:
             branch.fork(wrong)
 
     def test_wrong_prefixes(self, patched: Any) -> None:
-        for wrong, message in (([], "holds no token"), ([-1], "token"), ([0.5], "token")):
+        for wrong, message in (([], "holds no token"), ([-1], "token"), ([0.5], "token"), (torch.ones(2, 3), "must be one prefix")):
             with pytest.raises(ValueError, match=message):
                 patched.radixkv.branch(wrong)
         with pytest.raises(ValueError, match="namespace must be a tuple"):
@@ -346,11 +348,44 @@ class TestMembers:
             assert cache.get_seq_length() == 0 and cache.num_rows == 0
             patched.radixkv.check()
 
+    @pytest.mark.parametrize("closes", [False, True])
+    @pytest.mark.parametrize("chosen", [[1, -1], [-1], [-2, -2, 1], [True, False], [True, True]], ids=str)
+    def test_rows_are_chosen_as_a_tensor_would(self, reference: Any, patched: Any, closes: bool, chosen: list[Any]) -> None:
+        """By numbers that count from the end, or by a mask; the same row twice was one row of the batch standing in it twice."""
+        ids = torch.stack([prompt(20, seed=8), prompt(20, seed=9)])
+        cache = patched.radixkv.new_cache()
+        forward(patched, ids, cache)
+        if closes:
+            cache.store()
+        cache.batch_select_indices(torch.tensor(chosen))
+        rows = ids[torch.tensor(chosen)]
+        for seed in range(3):
+            more = torch.stack([prompt(1, seed=20 * seed + row) for row in range(len(rows))])
+            rows = torch.cat([rows, more], 1)
+            assert_same(forward(patched, more, cache)[:, -1], forward(reference, rows, None)[:, -1])
+            patched.radixkv.check()
+        cache.store()
+        patched.radixkv.check()
+
+    @pytest.mark.parametrize("wrong", [[2], [-3], 0, [[0, 1]], [0.0], [True], []], ids=str)
+    def test_wrong_rows(self, patched: Any, wrong: Any) -> None:
+        cache = patched.radixkv.new_cache()
+        forward(patched, torch.stack([prompt(20, seed=8), prompt(20, seed=9)]), cache)
+        with pytest.raises(ValueError, match="rows must be numbers below 2"):
+            cache.reorder_cache(torch.tensor(wrong))
+        for repeats in (0, -1, 1.5):
+            with pytest.raises(ValueError, match="repeats must be an int of at least 1"):
+                cache.batch_repeat_interleave(repeats)
+        with pytest.raises(TypeError):
+            cache.crop("a")
+        patched.radixkv.check()
+        assert cache.num_rows == 2
+
     def test_what_it_cannot_do(self, patched: Any) -> None:
         cache = patched.radixkv.new_cache()
         with pytest.raises(TypeError, match="a PagedCache cannot be pickled"):
             pickle.dumps(cache)
-        with pytest.raises(RuntimeError, match="not the patched one"):
+        with pytest.raises(RuntimeError, match="a model that is not, or not any more, the patched one"):
             tiny_qwen2()(prompt(5, seed=1)[None], past_key_values=cache)
         other = radixkv.patch_model(tiny_qwen2(), num_blocks=20, block_size=BLOCK)
         for call in (other, other.generate):
@@ -366,6 +401,7 @@ class TestMembers:
         ({"output_hidden_states": True}, "output_hidden_states cannot be used"),
         ({"inputs_embeds": torch.ones(1, 5, 128)}, "inputs_embeds cannot be used"),
         ({"logits_to_keep": torch.tensor([1])}, "logits_to_keep must be an int"),
+        ({"attention_mask": {"full": torch.ones(1, 5)}}, "attention_mask must be a tensor"),
         ({"attention_mask": torch.ones(1, 4)}, r"attention_mask must be \[1, 5\]"),
         ({"attention_mask": torch.zeros(1, 5)}, "holds no token"),
         ({"attention_mask": torch.ones(2, 5)}, r"attention_mask must be \[1, all columns\]"),
