@@ -114,6 +114,14 @@ def test_an_exception_in_on_result(expected, error, num_done):
     assert answer_tokens(model.radixkv.generate_many(ROWS, LENGTH)) == expected
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_interrupts():
+    """As in a shell; what runs in the background may have been told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("forward", [0, 3, 9])
 def test_ctrl_c_in_a_forward_is_raised_when_the_step_is_done(expected, forward):
     model = make_patched(200)
