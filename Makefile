@@ -71,7 +71,7 @@ $(READY36): pyproject.toml setup.py constraints.txt Makefile
 	test -x $(VENV36)/bin/python || "$(PYTHON)" -m venv $(VENV36)
 	grep -v '^numpy==' constraints.txt > $(VENV36)/constraints.txt
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --constraint $(VENV36)/constraints.txt \
-		'numpy<2.4' torch pytest pytest-xdist hypothesis packaging
+		'numpy<2.4' torch transformers pytest pytest-xdist hypothesis packaging
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps triton==3.6.0
 	$(VENV36)/bin/python -m pip install --disable-pip-version-check --no-deps --config-settings editable_mode=compat --editable .
 	@touch $(READY36)
