@@ -145,9 +145,9 @@ def step_microseconds(num_rows: int, num_tokens: int, num_steps: int) -> list[fl
             step.attend(0, torch.zeros(1, 4, length, 64), scale=1.0, sliding_window=None, softcap=None)
         else:
             step.num_attended_layers = 1
-        logits = torch.zeros(1, length if isinstance(kept, int) else len(kept), 1000)
+        output = CausalLMOutputWithPast(logits=torch.zeros(1, length if isinstance(kept, int) else len(kept), 1000))
         left[0] = time.thread_time()
-        return CausalLMOutputWithPast(logits=logits)
+        return output
 
     model.forward = forward  # type: ignore[assignment]
     rows = [torch.randint(3, 1000, (num_tokens + i,), generator=torch.Generator().manual_seed(i)) for i in range(num_rows)]

@@ -34,7 +34,7 @@ class _Switches:
             for config in configs:
                 count, replaced = self._active.get(id(config), (0, config._attn_implementation_internal))
                 if not count:
-                    config._attn_implementation_internal = _register_over(replaced)
+                    _set_implementation(config, _register_over(replaced))
                 self._active[id(config)] = (count + 1, replaced)
 
     def leave(self, configs: Sequence[PretrainedConfig]) -> None:
@@ -44,7 +44,12 @@ class _Switches:
                 if count > 1:
                     self._active[id(config)] = (count - 1, replaced)
                 else:
-                    config._attn_implementation_internal = replaced
+                    _set_implementation(config, replaced)
+
+
+def _set_implementation(config: PretrainedConfig, name: str) -> None:
+    # Past the validation of configurations that transformers 5 does at every assignment, which costs more than all else of a switch.
+    object.__setattr__(config, "_attn_implementation_internal", name)
 
 
 _switches = _Switches()

@@ -197,7 +197,8 @@ class Engine:
         """One token more of every row. True: some finished, so that there may be room for others."""
         assert self._batch is not None
         num_rows = len(self._rows)
-        token_ids = torch.tensor(self._pending, device=self._cache.pool.device)
+        # From an array, which takes a third of the time that it takes from a list.
+        token_ids = torch.from_numpy(np.array(self._pending)).to(self._cache.pool.device)
         try:
             _, logits = self._model.decode(self._cache, self._batch, list(range(num_rows)), token_ids, MODEL_INPUTS)
         except OutOfBlocks as error:
@@ -255,4 +256,4 @@ class Engine:
 
 def _common(left: bytearray, right: bytes) -> int:
     """How many leading tokens two prompts share."""
-    return common_bytes(bytes(left), right, 0) // TOKEN_BYTES
+    return common_bytes(left, right, 0) // TOKEN_BYTES

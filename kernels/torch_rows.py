@@ -77,13 +77,27 @@ class SingleRows:
         self._next += 1
         item.dead = item.dead.narrow(0, 0, item.dead.shape[0] - item.num_rows * self._num_kv_heads)
 
-    def refill(self, table: np.ndarray, lens: np.ndarray) -> None:
-        """See all keys of sequences of which some have got a block.
+    def begin_blocks(self, table: np.ndarray, lens: np.ndarray) -> None:
+        """Let each row see one key more, some of them the first one of a block.
 
         Args:
             table: int [sequences, columns], their blocks. lens: int [sequences], their tokens.
         """
-        first, lens = self._first_blocks[:, None], lens[self.seqs]
+        newest = lens[self.seqs] - 1
+        columns, rows = newest // self._block_size, np.flatnonzero(newest % self._block_size == 0)
+        places, num_columns = columns[rows] - self._first_blocks[rows], self.num_gathered_blocks // len(self.seqs)
+        if self.item.mask is None or places.max() >= num_columns:
+            self._refill(table, lens[self.seqs])
+            return
+        # A row that is shorter than others gathers some block in place of those that it has not: the new one takes its place.
+        heads = np.arange(self._num_kv_heads)
+        where = (rows[:, None] * self._num_kv_heads + heads) * num_columns + places[:, None]
+        what = table[self.seqs[rows], columns[rows]].astype(np.int64)[:, None] * self._num_kv_heads + heads
+        self.item.gather.index_copy_(0, self._upload(where.reshape(-1)), self._upload(what.reshape(-1)))
+        self.lengthen()
+
+    def _refill(self, table: np.ndarray, lens: np.ndarray) -> None:
+        first = self._first_blocks[:, None]
         num_blocks = -(-lens // self._block_size)[:, None]
         columns = first + np.arange(int((num_blocks - first).max()))
         blocks = table[self.seqs[:, None], np.where(columns < num_blocks, columns, first)]
@@ -109,13 +123,13 @@ class GrowingRows:
             self._places[single.seqs] = place
 
     def grow(self, table: np.ndarray, lens: np.ndarray) -> bool:
-        """Each sequence is one token longer; table and lens as in `SingleRows.refill`. False: the items have grown too large to be kept."""
+        """Each sequence is one token longer; table and lens as in `SingleRows.begin_blocks`. False: the items are too large to be kept."""
         begun = set(self._places[(lens - 1) % self._block_size == 0].tolist())
         for place, single in enumerate(self._rows):
             if place not in begun:
                 single.lengthen()
                 continue
-            single.refill(table, lens)
+            single.begin_blocks(table, lens)
             if len(single.seqs) > 1 and single.num_gathered_blocks > self._most_blocks:
                 return False
         return True

@@ -38,12 +38,13 @@ class HostDecodePlan:
         self._table = np.full((len(sequences), columns_for(max(len(sequence.blocks) for sequence in sequences))), -1, dtype=np.int32)
         for row, sequence in enumerate(sequences):
             self._table[row, : len(sequence.blocks)] = sequence.blocks
-        self._lens = np.array([sequence.num_tokens for sequence in sequences])
-        self._positions = self._lens - 1
         last = np.array([sequence.blocks[-1] for sequence in sequences])
-        self._slots = last * block_size + self._positions % block_size
-        self._seq_lens = self._lens.astype(np.int32)
-        self.positions, self.slots = torch.from_numpy(self._positions), torch.from_numpy(self._slots)
+        lens = np.array([sequence.num_tokens for sequence in sequences])
+        # Rows of one array, so that a step writes them on at once.
+        self._counts = np.stack([lens, lens - 1, last * block_size + (lens - 1) % block_size])
+        self._lens, positions, self._slots = self._counts
+        self._seq_lens = lens.astype(np.int32)
+        self.positions, self.slots = torch.from_numpy(positions), torch.from_numpy(self._slots)
         self.block_table, self.seq_lens = torch.from_numpy(self._table), torch.from_numpy(self._seq_lens)
         self._work = backend.growing_work(self._table, self._lens)
 
@@ -58,8 +59,8 @@ class HostDecodePlan:
         columns = self._lens[begun] // self._block_size
         if len(begun) and columns.max() >= self._table.shape[1]:
             return False
-        for array in (self._lens, self._positions, self._slots, self._seq_lens):
-            array += 1
+        self._counts += 1
+        self._seq_lens += 1
         if len(begun):
             self._table[begun, columns] = last = [sequences[row].blocks[-1] for row in begun.tolist()]
             self._slots[begun] = np.array(last) * self._block_size
