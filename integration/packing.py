@@ -143,7 +143,7 @@ def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep
         raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, got {num_rows}")
     real = _real_columns(mask, ids.shape, rows.num_columns + num_new)
     keys = [token_key(row[row_real]) for row, row_real in zip(ids, real, strict=True)]
-    known = rows.row_keys() or [b""] * num_rows
+    known = rows.row_lengths or [0] * num_rows
     empty = [row for row in range(num_rows) if not keys[row] and not known[row]]
     if empty and (width is None or rows.num_columns + num_new >= width):
         raise ValueError(f"input_ids: row {empty[0]} holds no token, its attention_mask is all zeros")

@@ -80,6 +80,11 @@ class PagedCache(BaseCache):
         """Whether the rows hold blocks."""
         return self.batch is not None and not self.batch.closed
 
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [] if self.batch is None else [row.num_stored for row in self.batch.sequences]
+
     def row_keys(self) -> list[bytes]:
         """The tokens of each row, int32 little-endian."""
         rows = () if self.batch is None else self.batch.sequences
@@ -224,6 +229,7 @@ class PagedCache(BaseCache):
             with self.prefix_cache.extend_step(self.batch, rows, [keys[row] for row in rows], counts, is_prompt=is_prompt) as step:
                 yield rows, step
             return
+        # The tokens of rows that are not open any more come before the new ones.
         before, known = self.batch, self.row_keys() or [b""] * len(keys)
         batch = self.prefix_cache.admit(
             [old + new for old, new in zip(known, keys, strict=True)], num_logits, lease, options=self.options

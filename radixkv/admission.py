@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.token_key import common_bytes
 from radixkv.tree import Lease
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _take_leased(sequence: Sequence, limit: int, block_size: int) -> None:
 def _share(sequences: list[Sequence], row: int, mate: int, limit: int, block_size: int) -> None:
     """Note which of a row's tokens, beyond the cached ones, its mate or the mate's own mates compute in this step."""
     sequence, other = sequences[row], sequences[mate]
-    common = min(_common_tokens(sequence.key, other.key), limit)
+    common = min(common_bytes(sequence.key, other.key, 0) // TOKEN_BYTES, limit)
     # What the mate found in the tree and this row may not take (whole blocks only, below its limit) nobody computes in this step.
     if common <= sequence.hit_len or other.cached_len > sequence.cached_len:
         return
@@ -116,12 +116,3 @@ def _give_blocks(cache: CacheStorage, ordered: list[Sequence]) -> None:
     if copies:
         src, dst, counts = (torch.tensor(column).to(cache.pool.device) for column in zip(*copies, strict=True))
         cache.backend.copy_blocks(cache.pool.pools, src, dst, counts.to(torch.int32))
-
-
-def _common_tokens(a: bytearray, b: bytearray) -> int:
-    """How many leading tokens two keys share."""
-    num_tokens = min(len(a), len(b)) // TOKEN_BYTES
-    if a[: num_tokens * TOKEN_BYTES] == b[: num_tokens * TOKEN_BYTES]:
-        return num_tokens
-    differs = np.frombuffer(a, dtype="<i4", count=num_tokens) != np.frombuffer(b, dtype="<i4", count=num_tokens)
-    return int(differs.argmax())

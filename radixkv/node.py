@@ -23,7 +23,7 @@ class SortedKeys:
     """Byte strings in order, in buckets, so that adding to a hundred thousand moves no more than a bucket.
 
     A removed key stays in its bucket at first: finding it there would mean to read keys all over the memory, at every eviction. Once more
-    than half of all keys are such, each removal sweeps a bucket, so that a removed key costs the reading of two.
+    than a quarter of all keys are such, each removal sweeps a bucket.
     """
 
     __slots__ = ("_buckets", "_firsts", "_gone", "_num_keys", "_next_swept")
@@ -62,7 +62,7 @@ class SortedKeys:
         """Takes out a key that is there."""
         gone = self._gone
         gone.add(key)
-        if 2 * len(gone) > self._num_keys:
+        if 4 * len(gone) > self._num_keys:
             index = self._next_swept = (self._next_swept + 1) % len(self._buckets)
             swept = gone.intersection(self._buckets[index])
             self._buckets[index][:] = [kept for kept in self._buckets[index] if kept not in swept]

@@ -131,7 +131,7 @@ def namespace_of(key: tuple) -> tuple:
     return tuple(namespace_of(part) if kind is tuple else part for kind, part in key)
 
 
-def common_bytes(edge: bytes, key: bytes, start: int) -> int:
+def common_bytes(edge: bytes | bytearray, key: bytes | bytearray, start: int) -> int:
     """Length of the longest common prefix of `edge` and `key[start:]`, in bytes of whole tokens."""
     length = min(len(edge), len(key) - start)
     common = common_bytes_short(edge[:_FIRST_WINDOW_BYTES], key[start : start + _FIRST_WINDOW_BYTES])
@@ -151,7 +151,7 @@ def common_bytes(edge: bytes, key: bytes, start: int) -> int:
     return num_tokens * TOKEN_BYTES
 
 
-def common_bytes_short(left: bytes, right: bytes) -> int:
+def common_bytes_short(left: bytes | bytearray, right: bytes | bytearray) -> int:
     """The same for two short keys, with no array in between: in their difference as one number, the highest byte that is not zero."""
     length = min(len(left), len(right))
     different = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
