@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from radixkv.tree import Lease, RadixTree
 
 BLOCK = 16
@@ -32,23 +30,8 @@ def counters(tree: RadixTree) -> tuple[int, ...]:
     return tree.num_blocks, tree.num_leased_blocks, tree.num_evictable_blocks, tree.num_tokens, tree.evicted_tokens, tree.num_leases
 
 
-def crowd(num_leaves: int) -> RadixTree:
-    tree = RadixTree(BLOCK)
+def crowd(num_leaves: int, eviction: str = "lru") -> RadixTree:
+    tree = RadixTree(BLOCK, eviction)
     for i in range(num_leaves):
         tree.insert((i * 7919 % 1_000_003).to_bytes(4, "little") * BLOCK, [i])
     return tree
-
-
-def count_calls(operation, *arguments) -> int:
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        operation(*arguments)
-    finally:
-        sys.setprofile(None)
-    return calls

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 import radixkv
 from radixkv.eviction_queue import HeapQueue
 from radixkv.tree import RadixTree
+from tests.calls import count_calls
 from tests.eviction_oracle import BLOCK, NAMES, Driver, Oracle
 from tests.models import tiny_qwen2
+from tests.small_tree import crowd
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,23 +62,7 @@ def test_leased_blocks_never_go(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cost_of_evicting_does_not_grow_with_the_leaves(name):
-    def calls_of_eviction(num_leaves: int) -> int:
-        tree, calls = RadixTree(BLOCK, name), 0
-        for i in range(num_leaves):
-            tree.insert((i * 7919 % 1_000_003).to_bytes(4, "little") * BLOCK, [i])
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            tree.evict(64)
-        finally:
-            sys.setprofile(None)
-        return calls
-
-    small, large = calls_of_eviction(500), calls_of_eviction(20_000)
+    small, large = (count_calls(crowd(num_leaves, name).evict, 64) for num_leaves in (500, 20_000))
     assert small > 64
     assert large <= 1.05 * small
 

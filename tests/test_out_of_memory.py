@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,36 @@ def fails_at(number: int, operation: Callable[[], Any]) -> bool:
     return False
 
 
+class Failures:
+    """Each allocation that an operation makes, to fail in turn, until several numbers in a row were never reached.
+
+    An allocation or two that fail may go unnoticed, as those that only make something faster; hence several.
+
+    Attributes:
+        number: of the allocation whose turn it is.
+    """
+
+    def __init__(self, num_unnoticed: int = 5) -> None:
+        self.number = self._num_unnoticed = 0
+        self._enough = num_unnoticed
+
+    def __iter__(self) -> Iterator[Failures]:
+        while self._num_unnoticed < self._enough:
+            self.number += 1
+            assert self.number < MAX_ALLOCATIONS
+            yield self
+
+    def fail(self, operation: Callable[[], Any]) -> bool:
+        """Run the operation; whether the allocation failed and was noticed."""
+        failed = fails_at(self.number, operation)
+        self._num_unnoticed = 0 if failed else self._num_unnoticed + 1
+        return failed
+
+    def was_noticed(self) -> None:
+        """The operation told in its own way."""
+        self._num_unnoticed = 0
+
+
 def tree_of(eviction: str) -> RadixTree:
     tree = RadixTree(BLOCK, eviction)
     small_tree(tree)
@@ -40,48 +70,38 @@ def test_an_insertion(eviction, tokens, namespace, leased):
     """Its caller still owns the blocks then; a tree that had them too would give them away twice."""
     key, blocks = token_key(tokens), list(range(50, 50 - (-len(tokens) // BLOCK)))
     priority = 3 if eviction == "priority" else None
-    number = num_survived = 0
-    # An allocation or two that fail may go unnoticed, as those that only make something faster.
-    while num_survived < 5:
-        number += 1
-        assert number < MAX_ALLOCATIONS
+    failures = Failures()
+    for failure in failures:
         tree = tree_of(eviction)
         lease = tree.lock(tree.match_prefix(key, limit=leased))
         before, counted = state(tree), (tree.history.num_insertions, tree.history.stored_tokens)
-        if fails_at(number, lambda: tree.insert(key, blocks, namespace, priority)):  # noqa: B023 - called at once
-            num_survived = 0
+        if failure.fail(lambda: tree.insert(key, blocks, namespace, priority)):  # noqa: B023 - called at once
             assert state(tree) == before
             assert (tree.history.num_insertions, tree.history.stored_tokens) == counted
             tree.check()
             tree.insert(key, blocks, namespace, priority)
-        else:
-            num_survived += 1
         tree.check()
         assert tree.match_prefix(key, namespace).length == len(tokens)
         lease.release()
         tree.clear()
         assert tree.nodes() == []
-    assert number > 20
+    assert failures.number > 20
 
 
 @pytest.mark.parametrize("eviction", ["lru", "slru", "priority"])
 @pytest.mark.parametrize("length", [5, 16, 20, 64], ids=lambda length: f"{length} tokens")
 def test_a_lease_that_splits(eviction, length):
     """A hold that was counted but that nobody has would keep its blocks for ever."""
-    number = num_survived = 0
-    while num_survived < 5:
-        number += 1
-        assert number < MAX_ALLOCATIONS
+    failures = Failures()
+    for failure in failures:
         tree = tree_of(eviction)
         match = tree.match_prefix(range(100, 164), limit=length)
         before = state(tree)
         leases: list[Any] = []
-        if fails_at(number, lambda: leases.append(tree.lock(match))):  # noqa: B023 - called at once
-            num_survived = 0
+        if failure.fail(lambda: leases.append(tree.lock(match))):  # noqa: B023 - called at once
             leases.clear()
             assert state(tree) == before
         else:
-            num_survived += 1
             assert tree.num_leases == 1 and tree.num_leased_blocks == -(-length // BLOCK)
         tree.check()
         leases.clear()
@@ -89,17 +109,14 @@ def test_a_lease_that_splits(eviction, length):
         tree.check()
         tree.clear()
         assert tree.nodes() == []
-    assert number > 5
+    assert failures.number > 5
 
 
 @pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
 @pytest.mark.parametrize("num_wanted", [1, 9, None], ids=["a block", "several leaves", "clear"])
 def test_an_eviction(eviction, num_wanted):
     """Ids that had left the tree when memory ran out were told to nobody, and so lost to the pool."""
-    number = num_survived = 0
-    while num_survived < 5:
-        number += 1
-        assert number < MAX_ALLOCATIONS
+    for failure in Failures():
         tree = tree_of(eviction)
         everything = set(tree.blocks())
         given_up: list[list[int]] = [[]]
@@ -107,14 +124,15 @@ def test_an_eviction(eviction, num_wanted):
         def evict(tree=tree, given_up=given_up) -> None:
             given_up[0] = tree.clear() if num_wanted is None else tree.evict(num_wanted)
 
-        failed = fails_at(number, evict)
+        failed = failure.fail(evict)
         tree.check()
         gone = given_up[0]
         assert set(tree.blocks()) | set(gone) == everything and len(tree.blocks()) + len(gone) == len(everything)
         assert not (failed and gone)
         counted = tree.history.evicted_blocks if num_wanted is not None else 0
         assert counted == (0 if num_wanted is None else len(gone))
-        num_survived = 0 if failed or len(gone) < (len(everything) if num_wanted is None else num_wanted) else num_survived + 1
+        if len(gone) < (len(everything) if num_wanted is None else num_wanted):
+            failure.was_noticed()
         tree.clear()
         assert tree.nodes() == []
 
@@ -135,21 +153,15 @@ def test_many_children_and_their_sorted_keys():
     """The sorted keys split a bucket, or come to be, in the middle of an insertion."""
     for num_siblings in (1, 2, 1024, 1025):
         siblings = [token_key([i] * BLOCK) for i in range(num_siblings)]
-        number = num_survived = 0
-        while num_survived < 3:
-            number += 1
+        for failure in Failures(3):
             tree = RadixTree(BLOCK)
             for i, key in enumerate(siblings):
                 tree.insert(key, [i])
             before = tree.num_blocks
             new = token_key([900_000] * BLOCK)
-            if fails_at(number, lambda: tree.insert(new, [900_000])):  # noqa: B023 - called at once
-                num_survived = 0
+            if failure.fail(lambda: tree.insert(new, [900_000])):  # noqa: B023 - called at once
                 assert tree.num_blocks == before
                 tree.check()
                 tree.insert(new, [900_000])
-            else:
-                num_survived += 1
             tree.check()
             assert tree.match_prefix(new).length == BLOCK
-            assert number < MAX_ALLOCATIONS

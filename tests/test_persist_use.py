@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from radixkv.node import Root
 from radixkv.saved_nodes import SavedNodes
 from radixkv.snapshot import Snapshot
 from radixkv.token_key import token_key
+from tests.calls import calls_of
 from tests.persisted import contents, make_cache, path_of, prefixes, store
 
 NAMES = ["lru", "lfu", "fifo", "slru", "priority", "cost"]
@@ -154,22 +154,6 @@ def deep_cache(depth: int, num_blocks: int | None = None) -> radixkv.PrefixCache
         cache.tree.insert(key[: i * 4 * BLOCK] + token_key([i] * BLOCK), blocks[:i] + own, namespace)
     assert len(cache.tree.nodes()) == 2 * depth
     return cache
-
-
-def calls_of(operation: Any, *arguments: Any) -> tuple[int, Any]:
-    """How many functions an operation calls, Python's and C's, and what it returns."""
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        result = operation(*arguments)
-    finally:
-        sys.setprofile(None)
-    return calls, result
 
 
 @pytest.mark.parametrize("room", [1.0, 0.3], ids=["all of it", "a part of it"])

@@ -10,7 +10,7 @@ import radixkv
 from radixkv.pool import BlockPool
 from radixkv.token_key import TokenKey, token_key
 from radixkv.tree import RadixTree
-from tests.small_tree import count_calls
+from tests.calls import count_calls
 
 BLOCK = 16
 

@@ -11,7 +11,8 @@ import pytest
 
 from radixkv.node import SortedKeys
 from radixkv.tree import RadixTree, token_key
-from tests.small_tree import BLOCK, Ids, count_calls, crowd, lock, tokens
+from tests.calls import count_calls
+from tests.small_tree import BLOCK, Ids, crowd, lock, tokens
 
 # Eviction
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import timeit
 from operator import attrgetter
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 import radixkv
 from radixkv.integration.model_weights import ModelWeights
 from radixkv.integration.weights import WeightsWatch
+from tests.calls import count_calls
 from tests.models import prompt, tiny_qwen2
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -189,16 +189,6 @@ def test_what_has_changed_is_told(change, reason, caplog):
         change(patched)
         patched.radixkv.match_prefix(ids[0])
     assert patched.radixkv.last_change == reason and reason in caplog.text
-
-
-def count_calls(operation) -> int:
-    events: list[str] = []
-    sys.setprofile(lambda frame, event, argument: events.append(event))
-    try:
-        operation()
-    finally:
-        sys.setprofile(None)
-    return sum(event in ("call", "c_call") for event in events)
 
 
 def assert_answers_as_if_fresh(patched, ids):
