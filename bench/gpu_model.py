@@ -18,6 +18,7 @@ import radixkv
 from bench.gpu_report import OURS, Report
 from bench.gpu_timing import Deadline
 from radixkv.testing import kernel_device
+from tests.models import spread_weights
 
 # Of prompts and a number of new tokens.
 Run = Callable[[torch.Tensor, int], torch.Tensor]
@@ -78,15 +79,7 @@ def random_model(config: dict[str, int], dtype: torch.dtype, seed: int) -> Qwen2
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     settings = Qwen2Config(**config, max_position_embeddings=32768, tie_word_embeddings=False, **ids)
     with torch.device(kernel_device()):
-        model = Qwen2ForCausalLM(settings).to(dtype).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.0 if "embed" in name else 1.4 / config["hidden_size"] ** 0.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-    model.generation_config.eos_token_id = None
-    return model
+        return spread_weights(Qwen2ForCausalLM(settings).to(dtype))
 
 
 def _check_tokens(report: Report, model: Any, num_rows: int, shared_len: int, new_tokens: int, seed: int) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-
+import peft
 import pytest
 import torch
 
@@ -37,12 +36,9 @@ def test_check(benchmark, num_layers, with_biases, num_parameters, limit_us):
     assert change is not None and change.everything
 
 
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 @pytest.mark.parametrize("num_adapters", [1, 4])
 def test_check_with_adapters(benchmark, num_adapters):
     """LoRA on q and v of 30 layers; no limit, as peft itself looks at every layer when one is switched."""
-    import peft
-
     model = tiny_qwen2(num_layers=30, heads=(1, 1, 32))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config, adapter_name="0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -27,6 +28,27 @@ def num_fuzz_operations(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--fuzz-operations")
 
 
+@pytest.fixture(scope="module")
+def reference():
+    """The unpatched model that `patched` is to agree with."""
+    from tests.models import tiny_qwen2
+
+    return tiny_qwen2()
+
+
+@pytest.fixture
+def patched():
+    """A patched model with blocks of 16 tokens; whatever the test did with it, all is conserved and nothing held in the end."""
+    import radixkv
+    from tests.models import tiny_qwen2
+
+    model = radixkv.patch_model(tiny_qwen2(), num_blocks=400, block_size=16)
+    yield model
+    gc.collect()
+    model.radixkv.check()
+    assert model.radixkv.stats().blocks_leased == 0
+
+
 @pytest.fixture
 def ids():
     """Fresh block ids."""
@@ -50,3 +72,9 @@ def tree():
 def num_soak_calls(request: pytest.FixtureRequest) -> int:
     """Few in an ordinary run; `make soak` asks for more."""
     return request.config.getoption("--soak-calls")
+
+
+@pytest.fixture
+def any_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.24 asks for a peft that no index has yet; what it uses of it here, the present one has."""
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.0.0")

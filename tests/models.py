@@ -41,16 +41,23 @@ def tiny_qwen2(
         **settings,
     }
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**config)).eval()
-    deviation = 1.4 / config["hidden_size"] ** 0.5
+    return spread_weights(Qwen2ForCausalLM(Qwen2Config(**config))).to(dtype)
+
+
+def spread_weights(model: Any) -> Any:
+    """Give a model random weights under which its greedy continuation varies and its top two logits lie far apart; returns it.
+
+    It has no end of sequence then: who wants one asks for it.
+    """
+    deviation = 1.4 / model.config.hidden_size**0.5
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0, 1.0 if "embed" in name else deviation)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.5)
-    model.generation_config.eos_token_id = None  # tests that want an end of sequence ask for it
-    return model.to(dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval()
 
 
 def prompt(length: int, seed: int) -> torch.Tensor:

@@ -13,19 +13,6 @@ BLOCK = 16
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return tiny_qwen2()
-
-
-@pytest.fixture
-def patched():
-    model = radixkv.patch_model(tiny_qwen2(), num_blocks=400, block_size=BLOCK)
-    yield model
-    model.radixkv.check()
-    assert model.radixkv.stats().blocks_leased == 0
-
-
 def disturb(model, block: int) -> None:
     """Change one block's keys in every layer."""
     for keys in model.radixkv.pool.keys:

@@ -16,19 +16,6 @@ from tests.models import VOCAB_SIZE, assert_varied, counted_tokens, new_tokens, 
 from tests.test_graphs import Recorded
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return tiny_qwen2()
-
-
-@pytest.fixture
-def patched():
-    model = make_patched(400)
-    yield model
-    model.radixkv.check()
-    assert model.radixkv.stats().blocks_leased == 0
-
-
 def alone(model: Any, row: torch.Tensor, **options: Any) -> list[int]:
     """What generate() of a model gives for one prompt."""
     return new_tokens(model.generate(row[None], **{"max_new_tokens": LENGTH, "do_sample": False, **options}), row[None])[0].tolist()

@@ -13,15 +13,10 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokeni
 import radixkv
 from radixkv.integration.sampling import Sampler, read_settings
 from tests.many import LENGTH, answer_tokens, make_patched, questions
-from tests.models import VOCAB_SIZE, assert_varied, new_tokens, prompt, tiny_qwen2
+from tests.models import VOCAB_SIZE, assert_varied, new_tokens, prompt
 
 DRAWN = GenerationConfig(do_sample=True, temperature=0.9, top_k=40, top_p=0.95, min_p=0.001, repetition_penalty=1.2, max_new_tokens=LENGTH)
 ROWS = [prompt(24, seed=1), *questions(3, 40, 4), prompt(9, seed=2), prompt(24, seed=1)]
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return tiny_qwen2()
 
 
 def own_processors(model: Any, config: GenerationConfig, row: torch.Tensor) -> LogitsProcessorList:

@@ -33,19 +33,6 @@ GREEDY = {"max_new_tokens": 20, "do_sample": False}
 SAMPLING = {"max_new_tokens": 20, "do_sample": True, "top_k": 40, "temperature": 1.5}
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return tiny_qwen2()
-
-
-@pytest.fixture
-def patched():
-    model = radixkv.patch_model(tiny_qwen2(), num_blocks=400, block_size=BLOCK)
-    yield model
-    model.radixkv.check()
-    assert model.radixkv.stats().blocks_leased == 0
-
-
 class _Ban(LogitsProcessor):
     """A processor of the caller's own, which looks at the tokens so far."""
 

@@ -17,11 +17,6 @@ from tests.models import counted_tokens, left_pad, new_tokens, prompt, tiny_qwen
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
-def reference():
-    return tiny_qwen2()
-
-
 @pytest.fixture
 def patched():
     return radixkv.patch_model(tiny_qwen2(), num_blocks=200, block_size=16)
