@@ -6,8 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-import torch
-
+from radixkv.rows import copy_live_slots
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
 from radixkv.token_key import common_bytes
 from radixkv.tree import Lease
@@ -113,6 +112,4 @@ def _give_blocks(cache: CacheStorage, ordered: list[Sequence]) -> None:
         if partial and sequence.first_private == sequence.num_leased:
             assert sequence.lease is not None
             copies.append((sequence.lease.blocks[sequence.num_leased], sequence.blocks[sequence.num_leased], partial))
-    if copies:
-        src, dst, counts = (torch.tensor(column).to(cache.pool.device) for column in zip(*copies, strict=True))
-        cache.backend.copy_blocks(cache.pool.pools, src, dst, counts.to(torch.int32))
+    copy_live_slots(cache, copies)

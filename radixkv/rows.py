@@ -83,11 +83,16 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
             else:
                 left.append(block)
         sequence.blocks += [next(fresh) for _ in range(num_blocks)]
-    if copies_to_do:
-        src, dst, counts = (torch.tensor(column).to(pool.device) for column in zip(*copies_to_do, strict=True))
-        cache.backend.copy_blocks(pool.pools, src, dst, counts.to(torch.int32))
+    copy_live_slots(cache, copies_to_do)
     pool.release(left)
     return bool(copies_to_do)
+
+
+def copy_live_slots(cache: CacheStorage, copies: Seq[tuple[int, int, int]]) -> None:
+    """Copy the first slots of blocks in all layers, in one launch: (from, to, how many) of each."""
+    if copies:
+        src, dst, counts = (torch.tensor(column).to(cache.pool.device) for column in zip(*copies, strict=True))
+        cache.backend.copy_blocks(cache.pool.pools, src, dst, counts.to(torch.int32))
 
 
 def truncate_row(cache: CacheStorage, sequence: Sequence, num_tokens: int) -> None:
