@@ -28,17 +28,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
+if not __package__:
     # Run as a script, from anywhere and without an installation.
     sys.path.insert(0, str(ROOT))
 
 import radixkv  # noqa: E402
-from bench.generate_cases import Case, RandomDocuments, TextDocuments, build_cases  # noqa: E402
-from bench.generate_methods import build_methods, has_generate_batch, no_end  # noqa: E402
+from radixkv.bench.generate_cases import Case, RandomDocuments, TextDocuments, build_cases  # noqa: E402
+from radixkv.bench.generate_methods import build_methods, has_generate_batch, no_end  # noqa: E402
+from radixkv.bench.models import random_qwen2  # noqa: E402
 from radixkv.demo.measure import Generation  # noqa: E402
 from radixkv.demo.models import load_embedded, share_weights  # noqa: E402
 
@@ -112,7 +113,7 @@ def hit_shares(case: Case) -> dict[str, float]:
     num_blocks = -(-sum(map(len, case.documents)) // 3 // block_size)
     for order in ("cache", "given"):
         # What is found depends on tokens alone, so the least model will do.
-        model = random_model(max(map(max, case.prompts)) + 1, hidden=32, num_layers=1)
+        model = random_qwen2(max(map(max, case.prompts)) + 1, hidden=32, num_layers=1)
         radixkv.patch_model(model, num_blocks=num_blocks, block_size=block_size)
         answers = model.radixkv.generate_many(case.prompts, 2, order=order, progress=False)  # type: ignore[attr-defined]
         shares[order] = sum(answer.cached_tokens for answer in answers) / case.num_shared
@@ -124,7 +125,7 @@ def step_microseconds(num_rows: int, num_tokens: int, num_steps: int) -> list[fl
 
     The model computes nothing, but its layers store and attend, as every forward does; that is not counted.
     """
-    model = random_model(1000, hidden=256, num_layers=1)
+    model = random_qwen2(1000, hidden=256, num_layers=1)
     block_size = 64
     radixkv.patch_model(model, num_blocks=num_rows * ((num_tokens + num_steps) // block_size + 2), block_size=block_size)
     spent: dict[str, list[float]] = defaultdict(list)
@@ -155,24 +156,6 @@ def step_microseconds(num_rows: int, num_tokens: int, num_steps: int) -> list[fl
     return sorted(1e6 * seconds for seconds in spent["decode"][3:])
 
 
-def random_model(vocab_size: int, *, hidden: int, num_layers: int) -> Qwen2ForCausalLM:
-    """A Qwen2 of random weights with heads of 64 elements, four query heads to a K/V head."""
-    heads = max(1, hidden // 64)
-    config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=hidden, intermediate_size=hidden * 8 // 3 // 64 * 64 or 64, num_hidden_layers=num_layers,
-        num_attention_heads=heads, num_key_value_heads=max(1, heads // 4), max_position_embeddings=32768, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).eval()
-    # Weights as transformers makes them give nearly flat logits, whose greatest rounding decides.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.4 * parameter.shape[1] ** -0.5)
-    return no_end(model)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Many questions on few documents, by everything that transformers offers and by radixkv.")
@@ -195,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model, tokenizer = load_embedded(torch.float32, CPU)
             source: RandomDocuments | TextDocuments = TextDocuments(tokenizer)
         else:
-            model = random_model(500, hidden=64, num_layers=1) if options.quick else random_model(16384, hidden=768, num_layers=12)
+            model = random_qwen2(500, hidden=64, num_layers=1) if options.quick else random_qwen2(16384, hidden=768, num_layers=12)
             source = RandomDocuments(model.config.vocab_size, *((40, 6) if options.quick else (500, 20)))
         no_end(model).generation_config = GenerationConfig(pad_token_id=0)
         size = sum(parameter.numel() for parameter in model.parameters()) / 1e6

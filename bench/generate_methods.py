@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from bench.generate_cases import Case, Tokens
+from radixkv.bench.generate_cases import Case, Tokens
 from radixkv.demo.measure import Generation, cache_keyword, count_tokens, generate, prefill_cache, read_clock
 
 Answers = list[list[int]]

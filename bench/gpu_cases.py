@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bench.gpu_timing import attention_flop, kv_bytes, row_bytes
+from radixkv.bench.gpu_timing import attention_flop, kv_bytes, row_bytes
 from radixkv.kernels import configs, decode, prefill
 from radixkv.kernels.items import Layout
 from radixkv.kernels.tiles import current_arch

@@ -29,22 +29,22 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
+if not __package__:
     # Run as a script, from anywhere and without an installation.
     sys.path.insert(0, str(ROOT))
 
-from bench.gpu_report import Report, Row, all_ok, complete, goals, read_rows, table  # noqa: E402
+from radixkv.bench.gpu_report import Report, Row, all_ok, complete, goals, read_rows, table  # noqa: E402
 
 # Name: module and function, and seconds; a stage may also use what those before it left. 445 in all.
 STAGES = {
-    "rates": ("bench.gpu_speed", "measure_rates", 25),
-    "kernels": ("bench.gpu_checks", "check_kernels", 100),
-    "graph": ("bench.gpu_checks", "check_graph", 25),
-    "decode": ("bench.gpu_speed", "measure_decode", 85),
-    "tree": ("bench.gpu_speed", "measure_tree", 35),
-    "extension": ("bench.gpu_speed", "measure_extension", 45),
-    "prefill": ("bench.gpu_speed", "measure_prefill", 45),
-    "model": ("bench.gpu_model", "check_and_measure_model", 85),
+    "rates": ("radixkv.bench.gpu_speed", "measure_rates", 25),
+    "kernels": ("radixkv.bench.gpu_checks", "check_kernels", 100),
+    "graph": ("radixkv.bench.gpu_checks", "check_graph", 25),
+    "decode": ("radixkv.bench.gpu_speed", "measure_decode", 85),
+    "tree": ("radixkv.bench.gpu_speed", "measure_tree", 35),
+    "extension": ("radixkv.bench.gpu_speed", "measure_extension", 45),
+    "prefill": ("radixkv.bench.gpu_speed", "measure_prefill", 45),
+    "model": ("radixkv.bench.gpu_model", "check_and_measure_model", 85),
 }
 # Seconds by which a stage stops by itself before it is stopped.
 _GRACE = 8.0
@@ -107,7 +107,7 @@ def _run_here(options: argparse.Namespace) -> int:
         module, function, _ = STAGES[name]
         report = Report(Path(options.rows), name)
         try:
-            deadline = import_module("bench.gpu_timing").Deadline(options.seconds)
+            deadline = import_module("radixkv.bench.gpu_timing").Deadline(options.seconds)
             if not options.dry_run:
                 properties = import_module("torch").cuda.get_device_properties(0)
                 report.about({"device": properties.name, "multiprocessors": properties.multi_processor_count})

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.gpu_cases import Case, Heads, build_case, flat, shared
-from bench.gpu_report import Report
-from bench.gpu_timing import Deadline
+from radixkv.bench.gpu_cases import Case, Heads, build_case, flat, shared
+from radixkv.bench.gpu_report import Report
+from radixkv.bench.gpu_timing import Deadline
 from radixkv.kernels import decode, prefill, reference, store
 from radixkv.kernels.merge import merge_partials
 from radixkv.kernels.work import Capacity, Work

@@ -15,10 +15,10 @@ import transformers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
 import radixkv
-from bench.gpu_report import OURS, Report
-from bench.gpu_timing import Deadline
+from radixkv.bench.gpu_report import OURS, Report
+from radixkv.bench.gpu_timing import Deadline
+from radixkv.bench.models import spread_weights
 from radixkv.testing import kernel_device
-from tests.models import spread_weights
 
 # Of prompts and a number of new tokens.
 Run = Callable[[torch.Tensor, int], torch.Tensor]

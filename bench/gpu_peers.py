@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.gpu_cases import Case
+from radixkv.bench.gpu_cases import Case
 
 Run = Callable[[], Tensor]
 # Page of flex_attention's and flash-attn's layouts.

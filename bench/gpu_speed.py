@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from bench.gpu_cases import Case, Heads, Parts, build_case, flat, shared
-from bench.gpu_peers import NotAtHand, peers
-from bench.gpu_report import OURS, Report
-from bench.gpu_timing import Deadline, copy_gbps, matrix_tflops, partial_bytes, time_function
+from radixkv.bench.gpu_cases import Case, Heads, Parts, build_case, flat, shared
+from radixkv.bench.gpu_peers import NotAtHand, peers
+from radixkv.bench.gpu_report import OURS, Report
+from radixkv.bench.gpu_timing import Deadline, copy_gbps, matrix_tflops, partial_bytes, time_function
 from radixkv.kernels.work import Work
 from radixkv.testing import OUT_TOLERANCE, attention_error
 

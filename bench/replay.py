@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:
+if not __package__:
     # Run as a script, from anywhere and without an installation.
     sys.path.insert(0, str(ROOT))
 
-from bench.traces import KINDS, Trace, read_trace  # noqa: E402
+from radixkv.bench.traces import KINDS, Trace, read_trace  # noqa: E402
 from radixkv.eviction import POLICIES, PolicyMaker  # noqa: E402
 from radixkv.eviction_queue import Eviction  # noqa: E402
 from radixkv.node import Node  # noqa: E402

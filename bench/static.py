@@ -33,8 +33,8 @@ from typing import Any
 import torch
 import triton
 
-from bench import sass
-from bench.launches import HEAD_SHAPES, Launch, kernel_launches
+from radixkv.bench import sass
+from radixkv.bench.launches import HEAD_SHAPES, Launch, kernel_launches
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 BLOCK_SIZES = (16, 64)

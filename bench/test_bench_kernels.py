@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.bench.forests import BEST_OF_8, FEW_SHOT, SHARED_8K, Tree, forest
 from radixkv.kernels import decode, prefill, reference, store, torch_ops
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import ItemLists, decode_items
 from radixkv.kernels.merge import merge_partials
 from radixkv.kernels.work import Backend, Capacity, Phase, Work, build_work
 from radixkv.testing import PagedBatch, assert_attention_close, kernel_device, paged_batch
-from tests.item_lists import BEST_OF_8, FEW_SHOT, SHARED_8K, Tree, forest
 
 DEVICE = kernel_device()
 ON_GPU = DEVICE.type == "cuda"

@@ -6,9 +6,9 @@ import peft
 import pytest
 import torch
 
-from bench.tree_cases import time_cycles
+from radixkv.bench.models import random_qwen2
+from radixkv.bench.tree_cases import time_cycles
 from radixkv.integration.model_weights import ModelWeights
-from tests.models import tiny_qwen2
 
 # Layers with biases of q, k and v, or without; the parameters that they make; the limit on the time.
 MODELS = [
@@ -21,7 +21,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("num_layers", "with_biases", "num_parameters", "limit_us"), MODELS)
 def test_check(benchmark, num_layers, with_biases, num_parameters, limit_us):
-    model = tiny_qwen2(num_layers=num_layers, heads=(1, 1, 32))
+    model = random_qwen2(100, hidden=32, num_layers=num_layers, tie_word_embeddings=False)
     if not with_biases:
         for layer in model.model.layers:
             for name in ("q_proj", "k_proj", "v_proj"):
@@ -39,7 +39,7 @@ def test_check(benchmark, num_layers, with_biases, num_parameters, limit_us):
 @pytest.mark.parametrize("num_adapters", [1, 4])
 def test_check_with_adapters(benchmark, num_adapters):
     """LoRA on q and v of 30 layers; no limit, as peft itself looks at every layer when one is switched."""
-    model = tiny_qwen2(num_layers=30, heads=(1, 1, 32))
+    model = random_qwen2(100, hidden=32, num_layers=30, tie_word_embeddings=False)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(model, config, adapter_name="0")
     for i in range(1, num_adapters):

@@ -11,8 +11,8 @@ from time import perf_counter
 import numpy as np
 import pytest
 
-from bench.sglang_tree import PEERS
-from bench.tree_cases import NUM_KEYS, OTHER_LEN, copy_bytes, crowd, fill, random_keys, time_cycles, time_once_each
+from radixkv.bench.sglang_tree import PEERS
+from radixkv.bench.tree_cases import NUM_KEYS, OTHER_LEN, copy_bytes, crowd, fill, random_keys, time_cycles, time_once_each
 from radixkv.token_key import TOKEN_BYTES, TokenKey, token_key
 from radixkv.tree import RadixTree
 

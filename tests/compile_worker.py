@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from triton.backends.compiler import GPUTarget
 
-from bench import sass
-from bench.launches import HEAD_SHAPES, SM_90, Launch, attention_launches, kernel_launches, record
+from radixkv.bench import sass
+from radixkv.bench.launches import HEAD_SHAPES, SM_90, Launch, attention_launches, kernel_launches, record
 from radixkv.kernels import advance, configs, merge, store
 from radixkv.kernels.checks import dtype_name
 from radixkv.kernels.work import Phase

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bench import sass, static
-from bench.launches import Launch, record
+from radixkv.bench import sass, static
+from radixkv.bench.launches import Launch, record
 
 
 @triton.jit

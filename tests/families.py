@@ -9,7 +9,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from tests.models import BOS, EOS, PAD, VOCAB_SIZE, spread_weights
+from radixkv.bench.models import spread_weights
+from tests.models import BOS, EOS, PAD, VOCAB_SIZE
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,

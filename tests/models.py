@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from radixkv.bench.models import spread_weights
+
 VOCAB_SIZE = 997
 PAD, BOS, EOS = 0, 1, 2
 
@@ -42,22 +44,6 @@ def tiny_qwen2(
     }
     torch.manual_seed(seed)
     return spread_weights(Qwen2ForCausalLM(Qwen2Config(**config))).to(dtype)
-
-
-def spread_weights(model: Any) -> Any:
-    """Give a model random weights under which its greedy continuation varies and its top two logits lie far apart; returns it.
-
-    It has no end of sequence then: who wants one asks for it.
-    """
-    deviation = 1.4 / model.config.hidden_size**0.5
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 1.0 if "embed" in name else deviation)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.5)
-    model.generation_config.eos_token_id = None
-    return model.eval()
 
 
 def prompt(length: int, seed: int) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.generate import main
-from bench.generate_cases import RandomDocuments, build_cases
+from radixkv.bench.generate import main
+from radixkv.bench.generate_cases import RandomDocuments, build_cases
 
 
 def test_a_dry_run_measures_every_way(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench import gpu_cases, gpu_report, gpu_timing
+from radixkv.bench import gpu_cases, gpu_report, gpu_timing
 from radixkv.kernels import reference
 from radixkv.testing import attention_error
 
@@ -57,7 +57,7 @@ def test_a_stage_that_breaks_is_reported_and_fails_the_run(tmp_path: Path) -> No
 
 
 def test_stages_fit_in_eight_minutes() -> None:
-    from bench.gpu_check import STAGES
+    from radixkv.bench.gpu_check import STAGES
 
     assert sum(seconds for _, _, seconds in STAGES.values()) <= 460
 

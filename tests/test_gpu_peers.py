@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu_cases import Case, Heads, build_case, flat, shared
-from bench.gpu_peers import NotAtHand, peers
+from radixkv.bench.gpu_cases import Case, Heads, build_case, flat, shared
+from radixkv.bench.gpu_peers import NotAtHand, peers
 from radixkv.testing import attention_error
 
 CASES: dict[str, dict[str, Any]] = {
@@ -221,7 +221,7 @@ def test_pages_of_flex_attention_are_those_that_are_seen() -> None:
         return query
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.gpu_peers.flex_attention", keep)
+        patch.setattr("radixkv.bench.gpu_peers.flex_attention", keep)
         patch.setattr("torch.compile", lambda function, **options: function)
         peers(case)["flex paged"]()()
     (mask,) = masks

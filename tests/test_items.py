@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.bench.forests import BEST_OF_8, FEW_SHOT, SHARED_8K, Tree, forest
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.items import ItemLists, Layout, decode_items
 from radixkv.kernels.prompt_items import prompt_items
 from radixkv.kernels.work import Capacity, build_work
 from tests.calls import count_calls
-from tests.item_lists import BEST_OF_8, FEW_SHOT, SHAPE_IDS, SHAPES, SHARED_8K, Slots, Tree, forest
+from tests.item_lists import SHAPE_IDS, SHAPES, Slots
 
 
 def layout(shape: tuple[int, int, int], block_size: int = 16, ctas: int = 3) -> Layout:

@@ -22,7 +22,8 @@ import radixkv
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-LIBRARY = sorted([*ROOT.glob("kernels/*.py"), *ROOT.glob("integration/*.py"), *ROOT.glob("radixkv/*.py"), *ROOT.glob("radixkv/demo/*.py")])
+LINKED = ("kernels", "integration", "bench")
+LIBRARY = sorted(path for folder in (*LINKED, "radixkv", "radixkv/demo") for path in ROOT.glob(f"{folder}/*.py"))
 WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "torch_rows", "work")
 WITHOUT_TORCH = (
     *("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key"),
@@ -31,9 +32,9 @@ WITHOUT_TORCH = (
 
 
 def room_of(path: Path) -> str:
-    """kernels, integration, demo, or core."""
+    """kernels, integration, bench, demo, or core."""
     parent = path.relative_to(ROOT).parent.as_posix()
-    return {"kernels": "kernels", "integration": "integration", "radixkv": "core", "radixkv/demo": "demo"}[parent]
+    return {"radixkv": "core", "radixkv/demo": "demo"}.get(parent, parent)
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
@@ -54,9 +55,10 @@ def is_in(name: str, *packages: str) -> bool:
 
 FORBIDDEN = {
     "kernels": ("transformers", "radixkv.integration", "radixkv.demo"),
-    "core": ("transformers", "triton", "tests", "bench"),
-    "integration": ("triton", "radixkv.demo", "tests", "bench"),
-    "demo": ("triton", "tests", "bench"),
+    "core": ("transformers", "triton", "tests", "radixkv.bench"),
+    "integration": ("triton", "radixkv.demo", "tests", "radixkv.bench"),
+    "demo": ("triton", "tests", "radixkv.bench"),
+    "bench": ("tests",),
 }
 
 
@@ -64,7 +66,7 @@ FORBIDDEN = {
 def test_imports_go_one_way(path):
     room = room_of(path)
     for name, is_top in imports_of(path):
-        assert not is_in(name, "kernels", "integration"), f"{name}: import it as radixkv.{name}"
+        assert not is_in(name, *LINKED), f"{name}: import it as radixkv.{name}"
         assert not is_in(name, *FORBIDDEN[room]), f"{room} must not import {name}"
         if room == "kernels" and is_in(name, "radixkv"):
             assert is_in(name, "radixkv.kernels"), f"kernels know tensors only, not {name}"
@@ -110,9 +112,9 @@ def test_import_needs_no_extra_and_touches_no_device():
     assert "transformers" in result.stdout
 
 
-def test_two_folders_are_reached_through_relative_symlinks():
+def test_folders_at_the_top_are_reached_through_relative_symlinks():
     """A regular top-level package called `kernels` would hide Hugging Face's, and break `import transformers` beside it."""
-    for name in ("kernels", "integration"):
+    for name in LINKED:
         assert not (ROOT / name / "__init__.py").exists()
         assert os.readlink(ROOT / "radixkv" / name) == f"../{name}"
 
@@ -142,7 +144,7 @@ def test_a_wheel_holds_every_module_and_document(tmp_path):
     source.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("radixkv", "kernels", "integration"):
+    for name in ("radixkv", *LINKED):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path]
     result = subprocess.run([*command, source], capture_output=True, text=True, check=False)

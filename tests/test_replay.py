@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import radixkv
-from bench.replay import BELADY, NAMES, NEVER, Future, Replay
-from bench.traces import KINDS, Request, read_trace
+from radixkv.bench.replay import BELADY, NAMES, NEVER, Future, Replay
+from radixkv.bench.traces import KINDS, Request, read_trace
 from radixkv.cache import PrefixCache
 from radixkv.token_key import token_key
 

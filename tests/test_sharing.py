@@ -9,6 +9,7 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from radixkv.bench.forests import BEST_OF_8, FEW_SHOT, SHARED_8K, Tree, forest
 from radixkv.kernels import reference
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.decode import decode_attention, launch_narrow
@@ -17,20 +18,7 @@ from radixkv.kernels.items import ItemLists, Layout, decode_items
 from radixkv.kernels.merge import launch_merge
 from radixkv.kernels.work import build_work
 from radixkv.testing import assert_attention_close, kernel_device
-from tests.item_lists import (
-    BEST_OF_8,
-    FEW_SHOT,
-    SHAPE_IDS,
-    SHAPES,
-    SHARED_8K,
-    Tree,
-    attend_lists,
-    cached_slots,
-    chain,
-    forest,
-    forest_batch,
-    random_trees,
-)
+from tests.item_lists import SHAPE_IDS, SHAPES, attend_lists, cached_slots, chain, forest_batch, random_trees
 
 WORKLOADS = [
     pytest.param(SHARED_8K, id="64x(8k+256)"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import radixkv
-from bench.question_speed import measure_cold, measure_warm
+from radixkv.bench.question_speed import measure_cold, measure_warm
 from radixkv.demo.documents import Prompt
 from radixkv.demo.models import share_weights
 from tests.models import prompt, tiny_qwen2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import triton
 
-from bench import sass, static
+from radixkv.bench import sass, static
 from tests.compiled import ROOT, read_json
 
 Row = dict[str, Any]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from radixkv.bench.forests import Tree, forest
 from radixkv.kernels import reference
 from radixkv.kernels.items import Layout
 from radixkv.kernels.work import Capacity, Work, build_work, work_from_tensors
 from radixkv.testing import assert_attention_close, paged_batch
-from tests.item_lists import Tree, attend_lists, forest, forest_batch
+from tests.item_lists import attend_lists, forest_batch
 
 # A small device, and partials that are few bytes beside K/V, so that short sequences are cut and shared.
 LAYOUT = Layout(
