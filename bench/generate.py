@@ -1,6 +1,6 @@
 """How fast many questions on few documents are answered, by everything that transformers offers and by radixkv, and what it computes.
 
-    python bench/generate.py [--repeats 3] [--max-new-tokens 16] [--models demo random] [--no-generate-batch]
+    python bench/generate.py [--repeats 3] [--zipf-repeats 1] [--max-new-tokens 16] [--models demo random] [--no-generate-batch]
     python bench/generate.py --quick          # a dry run on a tiny model, in a minute
 
 All ways run in one process on the same prompts, in an order that changes from round to round; each round has documents of its own, so that
@@ -75,7 +75,8 @@ def measure(stock: Any, source: RandomDocuments | TextDocuments, options: argpar
     methods = build_methods(stock, patched, batching, options.max_new_tokens)
     lines: dict[tuple[str, str], Line] = {}
     for round_number in range(options.repeats):
-        for case in build_cases(source, round_number, num_questions=options.questions, num_zipf=options.zipf):
+        cases = build_cases(source, round_number, num_questions=options.questions, num_zipf=options.zipf)
+        for case in cases if round_number < options.zipf_repeats else cases[:-1]:
             serving = [method for method in methods if method.serves(case)]
             runs = {}
             # Plain generate() is always among the first and never twice at the same place, like all others.
@@ -160,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Many questions on few documents, by everything that transformers offers and by radixkv.")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument("--zipf-repeats", type=int, default=1, help="how many of them have the long case d (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=16, help="of each answer (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=("demo", "random"), default=["demo", "random"], help="which (default: both)")
     parser.add_argument("--no-generate-batch", action="store_true", help="leave transformers' continuous batching out")
@@ -168,10 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.questions, options.zipf = (2, 6) if options.quick else (6, 100)
     if options.quick:
         options.repeats, options.max_new_tokens, options.models, options.no_generate_batch = 1, 3, ["tiny"], True
+    rounds = f"medians of {options.repeats} rounds, case d of {min(options.repeats, options.zipf_repeats)}"
     print(
         f"{platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; torch "
         f"{torch.__version__}, transformers {transformers.__version__}, radixkv {radixkv.__version__}; {datetime.date.today().isoformat()}"
-        f"; float32, {options.max_new_tokens} new tokens, medians of {options.repeats}"
+        f"; float32, {options.max_new_tokens} new tokens, {rounds}"
     )
     for name in options.models:
         if name == "demo":
