@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -66,54 +66,94 @@ class Plain(Method):
         return [generate(self._model, [prompt], self.num_new).answers[0] for prompt in case.prompts]
 
 
+class PrefixCopies:
+    """transformers' documented recipe: a DynamicCache filled with each prefix once, and a deep copy of it for each prompt.
+
+    Args:
+        model: the unpatched one.
+    """
+
+    def __init__(self, model: Any):
+        self._model = model
+        self._caches: dict[Hashable, Any] = {}
+
+    def options(self, owner: Hashable, prefix: Tokens, num_rows: int = 1) -> dict[str, Any]:
+        """What to give to `generate()` for a prompt, of which so many rows are asked for, that begins with the owner's prefix."""
+        if owner not in self._caches:
+            self._caches[owner] = prefill_cache(self._model, prefix)
+        cache = copy.deepcopy(self._caches[owner])
+        if num_rows > 1:
+            cache.batch_repeat_interleave(num_rows)
+        return {cache_keyword(self._model): cache}
+
+    def clear(self) -> None:
+        """Forget every prefix."""
+        self._caches.clear()
+
+
 class CopiedPrefix(Method):
-    """transformers' documented recipe: a DynamicCache filled with each document once, and a deep copy of it for each prompt."""
+    """That recipe, one prompt after the other."""
 
     def __init__(self, name: str, model: Any, num_new: int):
         super().__init__(name, num_new)
         self._model = model
 
     def answer(self, case: Case) -> Answers:
-        caches: dict[int, Any] = {}
-        keyword = cache_keyword(self._model)
+        copies = PrefixCopies(self._model)
         answers = []
         for prompt, owner in zip(case.prompts, case.owners, strict=True):
-            if owner not in caches:
-                caches[owner] = prefill_cache(self._model, case.documents[owner])
-            options = {keyword: copy.deepcopy(caches[owner])}
-            answers += generate(self._model, [prompt], self.num_new, **options).answers
+            answers += generate(self._model, [prompt], self.num_new, **copies.options(owner, case.documents[owner])).answers
         return answers
 
 
+class ContinuousBatching:
+    """transformers' `generate_batch()`.
+
+    Args:
+        model: one of its own: it changes the attention of the model that it runs on.
+        config: of all calls. One manager serves them while it stays the same.
+        settings: of `ContinuousBatchingConfig`, for one manager that lives on from call to call; None for the default, which does not.
+    """
+
+    def __init__(self, model: Any, config: GenerationConfig, settings: dict[str, Any] | None):
+        self._model, self._config, self._settings = model, config, settings
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+
+    def start_anew(self) -> None:
+        """A new manager, whose cache is empty; where it does not live on, there is nothing to do."""
+        if self._settings is not None:
+            self.stop()
+            self.call([(5, 6, 7)])
+
+    def stop(self) -> None:
+        """Let go of the manager."""
+        self._model.destroy_cached_continuous_batching_manager()
+
+    def call(self, prompts: Sequence[Tokens], **options: Any) -> list[Any]:
+        """One GenerationOutput for each answer, in the order of the prompts."""
+        from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+        if self._settings is not None:
+            options |= {"persistent_manager": True, "continuous_batching_config": ContinuousBatchingConfig(**self._settings)}
+        outputs = self._model.generate_batch([list(prompt) for prompt in prompts], generation_config=self._config, **options)
+        return list(outputs.values())
+
+
 class GenerateBatch(Method):
-    """transformers' continuous batching, on a model of its own: it changes the attention of the one that it runs on."""
+    """transformers' continuous batching, as it is by default, or at its best: one manager for all calls, small pages."""
 
     def __init__(self, name: str, model: Any, num_new: int, *, best: bool):
         super().__init__(name, num_new)
-        self._model, self._best = model, best
-        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+        config = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1)
+        self._batching = ContinuousBatching(model, config, {"page_size": 16} if best else None)
 
     def prepare(self) -> None:
-        if not self._best:
-            return
         # A new manager for each measurement, whose prefixes are then new too; it is made before the clock starts.
-        self._model.destroy_cached_continuous_batching_manager()
-        self._call([(5, 6, 7)], 2)
+        self._batching.start_anew()
 
     def answer(self, case: Case) -> Answers:
-        if case.one_call:
-            return self._call(case.prompts, self.num_new)
-        return [answer for prompt in case.prompts for answer in self._call([prompt], self.num_new)]
-
-    def _call(self, prompts: Sequence[Tokens], num_new: int) -> Answers:
-        from transformers.generation.configuration_utils import ContinuousBatchingConfig
-
-        config = GenerationConfig(max_new_tokens=num_new, do_sample=False, eos_token_id=-1)
-        options: dict[str, Any] = {}
-        if self._best:
-            options = {"persistent_manager": True, "continuous_batching_config": ContinuousBatchingConfig(page_size=16)}
-        outputs = self._model.generate_batch([list(prompt) for prompt in prompts], generation_config=config, **options)
-        return [list(output.generated_tokens) for output in outputs.values()]
+        calls = [list(case.prompts)] if case.one_call else [[prompt] for prompt in case.prompts]
+        return [list(output.generated_tokens) for prompts in calls for output in self._batching.call(prompts)]
 
 
 class Many(Method):

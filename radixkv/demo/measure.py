@@ -59,7 +59,7 @@ def count_tokens(model: Any) -> Iterator[TokenCount]:
 def generate(
     model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, end_tokens: Sequence[int] = (), **options: Any
 ) -> Generation:
-    """Greedy answers to prompts, given as one left-padded batch.
+    """Greedy answers to prompts, or others where `options` say so, given as one left-padded batch.
 
     Args:
         model: A Qwen2ForCausalLM, patched or not.
@@ -77,11 +77,9 @@ def generate(
         output = model.generate(
             input_ids,
             attention_mask=attention_mask,
-            do_sample=False,
-            repetition_penalty=1.0,
             max_new_tokens=max_new_tokens,
             pad_token_id=pad,
-            **options,
+            **{"do_sample": False, "repetition_penalty": 1.0, **options},
         )
         seconds = read_clock(model.device) - start
     answers = [_cut(row, end_tokens) for row in output[:, width:].tolist()]
