@@ -14,6 +14,8 @@ from radixkv.bench.generate_cases import Case, Tokens
 from radixkv.demo.measure import Generation, cache_keyword, count_tokens, generate, prefill_cache, read_clock
 
 Answers = list[list[int]]
+# Of free memory, for the K/V of generate_batch(). Left to itself it takes nearly all of it, and filling that takes longer than any answer.
+MEMORY_SHARE = 0.25
 
 
 class Method:
@@ -113,6 +115,7 @@ class ContinuousBatching:
         model: one of its own: it changes the attention of the model that it runs on.
         config: of all calls. One manager serves them while it stays the same.
         settings: of `ContinuousBatchingConfig`, for one manager that lives on from call to call; None for the default, which does not.
+            Both keep to MEMORY_SHARE.
     """
 
     def __init__(self, model: Any, config: GenerationConfig, settings: dict[str, Any] | None):
@@ -133,8 +136,8 @@ class ContinuousBatching:
         """One GenerationOutput for each answer, in the order of the prompts."""
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        if self._settings is not None:
-            options |= {"persistent_manager": True, "continuous_batching_config": ContinuousBatchingConfig(**self._settings)}
+        settings = {"max_memory_percent": MEMORY_SHARE} | (self._settings or {})
+        options |= {"continuous_batching_config": ContinuousBatchingConfig(**settings), "persistent_manager": self._settings is not None}
         outputs = self._model.generate_batch([list(prompt) for prompt in prompts], generation_config=self._config, **options)
         return list(outputs.values())
 
