@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from radixkv.demo.measure import TokenCount, count_tokens, generate, read_clock
 from radixkv.demo.models import share_weights
 
 PAGE_SIZE = 16
+WARM_UP = Request(-1, tuple(range(5, 45)), "warm-up", 20)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Method:
         self.name, self.model = name, model
 
     def begin(self, scenario: Scenario) -> None:
-        """Forget all requests before; not timed."""
+        """Answer something that is not measured, and forget it and all requests before; not timed."""
 
     def answer(self, scenario: Scenario, request: Request, seed: int) -> Answered:
         """Answer one request; `seed` is of the samples, where any are drawn."""
@@ -95,6 +96,7 @@ class WithGenerate(Method):
         self._options, self._forget, self._expands = options, forget, expands
 
     def begin(self, scenario: Scenario) -> None:
+        self.answer(replace(scenario, num_new=2), WARM_UP, 0)
         self._forget()
 
     def answer(self, scenario: Scenario, request: Request, seed: int) -> Answered:
@@ -146,7 +148,7 @@ class WithGenerateBatch(Method):
             num_return_sequences=scenario.num_samples,
             eos_token_id=end_tokens or -1,
         )
-        # A manager serves one kind of call only, so there is one for each scenario.
+        # A manager serves one kind of call only, so there is one for each scenario. Starting it answers a prompt too.
         self._batching = ContinuousBatching(self.model, config, self._settings)
         self._batching.start_anew()
 

@@ -36,7 +36,7 @@ from tqdm.auto import tqdm  # noqa: E402
 import radixkv  # noqa: E402
 from radixkv.bench.models import random_qwen2  # noqa: E402
 from radixkv.bench.scenario_cases import BUILDERS, FULL, QUICK, Request, Scenario, Sizes, Tokens, build_scenario  # noqa: E402
-from radixkv.bench.scenario_methods import Answered, Method, build_methods  # noqa: E402
+from radixkv.bench.scenario_methods import Answered, build_methods  # noqa: E402
 from radixkv.bench.scenario_report import render  # noqa: E402
 from radixkv.bench.scenario_results import BATCH, PLAIN, Row, append_row, read_rows  # noqa: E402
 from radixkv.demo.errors import DemoError  # noqa: E402
@@ -44,7 +44,6 @@ from radixkv.demo.models import load_embedded  # noqa: E402
 
 __all__ = ["add_options", "main", "measure", "read_rows", "render", "run"]
 
-WARM_UP = Request(-1, tuple(range(300, 340)), "warm-up", 20)
 NUM_POOL_TOKENS = 32768
 
 
@@ -52,8 +51,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Give a parser the options of the scenarios."""
     names = ", ".join(BUILDERS)
     parser.add_argument("--only", nargs="+", choices=tuple(BUILDERS), default=list(BUILDERS), metavar="NAME", help=f"some of {names}")
+    parser.set_defaults(full=False)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", dest="full", action="store_false", help="small versions, a few minutes on 2 cores (the default)")
+    quick = "small versions, a few minutes on 2 cores (the default)"
+    size.add_argument("--quick", dest="full", action="store_const", const=False, help=quick)
     size.add_argument("--full", action="store_true", help="the sizes that the claims are about, about an hour on 2 cores")
     parser.add_argument("--threads", type=_positive, metavar="N", help="of PyTorch (default: its own choice)")
     parser.add_argument("--seed", type=int, default=0, help="of the order of requests and of samples (default: %(default)s)")
@@ -119,7 +120,7 @@ def _measure_scenario(model: Any, scenario: Scenario, seed: int, batch: bool, pr
     answers: list[Tokens] = []
     try:
         for method in methods:
-            _warm_up(method, scenario)
+            method.begin(scenario)
         total = scenario.num_requests * len(methods)
         with tqdm(total=total, desc=scenario.name, disable=not progress, leave=False, file=sys.stderr) as bar:
             for arrival in range(scenario.num_requests):
@@ -139,13 +140,6 @@ def _measure_scenario(model: Any, scenario: Scenario, seed: int, batch: bool, pr
         # A patched model and its cache know each other, and the next scenario makes a pool of its own.
         del methods, method
         gc.collect()
-
-
-def _warm_up(method: Method, scenario: Scenario) -> None:
-    """One request that is not measured, and then an empty cache."""
-    method.begin(scenario)
-    method.answer(replace(scenario, num_new=2) if method.name != BATCH else scenario, WARM_UP, 0)
-    method.begin(scenario)
 
 
 def _row(scenario: Scenario, method: str, request: Request, arrival: int, answered: dict[str, Answered]) -> Row:
