@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         The exit status: 0 when every answer that was compared is equal, else 1.
 
     Raises:
-        DemoError: The model is not installed, or --csv cannot be written.
+        DemoError: The model is not installed, or --csv cannot be written or holds rows of another size or seed.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -201,12 +201,19 @@ def _facts(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
 
 
 def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
-    """Write facts about the run beside its rows; those of runs before that wrote to the same file stay, under "earlier_runs"."""
+    """Write facts about the run beside its rows; those of runs before that wrote to the same file stay, under "earlier_runs".
+
+    Raises:
+        DemoError: A run before had requests of another size or seed, which must not be mixed with these.
+    """
     if path is None:
         return
     place = path.with_name(f"{path.stem}.provenance.json")
     before = json.loads(place.read_text(encoding="utf-8")) if place.exists() else None
     earlier = before.pop("earlier_runs", []) if before else []
+    if before and any(before[name] != facts[name] for name in ("size", "seed")):
+        was = f"{before['size']} size, seed {before['seed']}"
+        raise DemoError(f"--csv: {path} holds rows of {was}, and these would be of {facts['size']} size, seed {facts['seed']}")
     if before and before["started"] != facts["started"]:
         earlier = [*earlier, before]
     place.write_text(json.dumps({**facts, "earlier_runs": earlier}, indent=2) + "\n", encoding="utf-8")

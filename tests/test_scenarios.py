@@ -137,6 +137,16 @@ def test_a_long_answer_without_a_cache_computes_every_prefix() -> None:
         assert all(row.equal and row.new_tokens == num_new for row in mine.values())
 
 
+def test_an_answer_ends_at_its_end_token() -> None:
+    model = small_model()
+    prompt = scenario_of("few-shot").request(0, []).prompt
+    model.generation_config.eos_token_id = plain_answer(model, prompt, 1)[0]
+    rows = [row for row in scenarios.measure(model, LetterTokenizer(), TINY, ["few-shot"]) if row.request == 0]
+    assert len(rows) == 3 + has_generate_batch()
+    for row in rows:
+        assert (row.new_tokens, row.equal, row.computed_tokens) == (1, True, len(prompt)), row.method
+
+
 def test_a_way_that_answers_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     build = scenarios.build_methods
 
@@ -276,6 +286,8 @@ def test_a_run_writes_rows_and_facts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [run["scenarios"] for run in facts["earlier_runs"]] == [["few-shot"]]
     where = {"machine", "cores", "threads", "system", "commit", "started", "finished", "load_start", "load_end"}
     assert where | {"python", "torch", "transformers", "radixkv"} <= set(facts)
+    assert scenarios.main(["--only", "code", "--csv", str(path), "--seed", "4"]) == 2
+    assert "holds rows of quick size, seed 3, and these would be of quick size, seed 4" in capsys.readouterr().err
     path.write_text("a,b\n")
     assert scenarios.main(["--only", "code", "--csv", str(path)]) == 2
     assert "--csv: cannot write" in capsys.readouterr().err
