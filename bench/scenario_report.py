@@ -83,7 +83,7 @@ def _overview(summaries: Sequence[Summary]) -> str:
 
 def _legend(summaries: Sequence[Summary]) -> str:
     notes = [NOTES[method] for method in (COPIED, BATCH) if any(summary.method == method for summary in summaries)]
-    return "\n".join(
+    return "\n\n".join(
         [
             "Ratios are the unpatched seconds divided by a method's. The first is of the sums over all requests, the cold ones included; "
             "the one in brackets is the median over the warm requests, those of which radixkv found at least half of the prompt. Times are "

@@ -93,6 +93,8 @@ def run(options: argparse.Namespace) -> int:
     _note_facts(options.csv, facts)
     # Rows of other scenarios that the file has from before belong to the report too.
     print(render(rows if options.csv is None else read_rows(options.csv)))
+    if not options.full:
+        print("\nThe claims are about the sizes of --full: here, with few requests for each cold one, less is shared.")
     print(f"\n{_describe(facts)}")
     return 1 if any(row.equal is False for row in rows) else 0
 

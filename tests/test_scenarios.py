@@ -278,6 +278,7 @@ def test_a_run_writes_rows_and_facts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for name in ("few-shot", "code"):
         assert scenarios.main(["--only", name, "--csv", str(path), "--no-generate-batch", "--no-progress", "--seed", "3"]) == 0
     printed = capsys.readouterr()
+    assert printed.out.count("The claims are about the sizes of --full") == 2
     # The second report holds the first run's rows too.
     assert printed.out.count("## Few-shot") == 2 and printed.out.count("## Code") == 1
     assert {one.scenario for one in read_rows(path)} == {"few-shot", "code"}
