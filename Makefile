@@ -46,7 +46,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m pytest bench bench/tree.py
+	$(BIN)/python -m radixkv bench
 
 define check_python
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \

@@ -7,6 +7,6 @@
 from setuptools import setup
 
 setup(
-    packages=["radixkv", "radixkv.kernels", "radixkv.integration", "radixkv.bench", "radixkv.demo"],
+    packages=["radixkv", "radixkv.kernels", "radixkv.integration", "radixkv.bench", "radixkv.commands", "radixkv.demo"],
     package_data={"radixkv": ["py.typed"], "radixkv.demo": ["documents/*.toml"]},
 )

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from radixkv.kernels import decode, prefill
+from radixkv.kernels import advance, decode, merge, prefill, store
 from radixkv.kernels.configs import layout_for
 from radixkv.kernels.work import Phase, build_work
 
@@ -165,6 +165,26 @@ def attention_launches(
         if set([phases] if isinstance(phases, str) else phases) == {"decode"}:
             return record(lambda: decode.decode_attention(query, k_pool, v_pool, table, lens, **options))
         return record(lambda: prefill.prefill_attention(query, k_pool, v_pool, table, empty(num_seqs + 1), lens, **options))
+
+
+def move_launches(dtype: torch.dtype, block_size: int, head_dim: int, num_rows: int = 3) -> list[Launch]:
+    """Return the launches of store_kv and rope_store_kv, with and without source rows, of copy_blocks, merge_partials and advance_rows."""
+    k_pool, v_pool = (torch.empty((8, 2, block_size, head_dim), dtype=dtype, device="meta") for _ in range(2))
+    rows = torch.empty((2, num_rows, head_dim), dtype=dtype, device="meta").transpose(0, 1)
+    turn = torch.empty((num_rows, head_dim), dtype=dtype, device="meta")
+    ids = torch.empty(num_rows, dtype=torch.int64, device="meta")
+    counts = ids.int()
+    table = torch.empty((num_rows, num_rows + 3), dtype=torch.int32, device="meta")
+    part_out = torch.empty((num_rows, 4, head_dim), dtype=torch.float32, device="meta")
+    return [
+        *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids)),
+        *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids, counts)),
+        *record(lambda: store.rope_store_kv(rows, rows, rows, turn, turn, k_pool, v_pool, ids)),
+        *record(lambda: store.rope_store_kv(rows, rows, rows, turn, turn, k_pool, v_pool, ids, counts)),
+        *record(lambda: store.copy_blocks([(k_pool, v_pool)], ids, ids, counts)),
+        *record(lambda: merge.merge_partials(part_out, part_out[..., 0].contiguous())),
+        *record(lambda: advance.advance_rows(ids, counts, ids, table, block_size)),
+    ]
 
 
 @contextmanager

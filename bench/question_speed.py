@@ -26,6 +26,7 @@ import radixkv
 from radixkv.demo.documents import Prompt, build_prompts, shipped_documents
 from radixkv.demo.measure import Generation, cache_keyword, compare_all, generate, prefill_cache, read_clock
 from radixkv.demo.models import load_embedded, share_weights
+from radixkv.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,19 @@ def _run_pairs(
     prompts: Sequence[Prompt],
 ) -> Speed:
     pairs = []
-    for index, prompt in enumerate(prompts):
-        if index % 2:
-            ours_run = ours(prompt)
-            baseline_run = baseline(prompt)
-        else:
-            baseline_run = baseline(prompt)
-            ours_run = ours(prompt)
-        for difference in compare_all(stock, f"{name}, {prompt.question!r}", [prompt], baseline_run, ours_run):
-            if not difference.is_tie:
-                raise RuntimeError(f"the answers are not equal: {difference}")
-        pairs.append((baseline_run.seconds, ours_run.seconds))
+    with progress_bar(name, len(prompts), True, unit="question") as advance:
+        for index, prompt in enumerate(prompts):
+            if index % 2:
+                ours_run = ours(prompt)
+                baseline_run = baseline(prompt)
+            else:
+                baseline_run = baseline(prompt)
+                ours_run = ours(prompt)
+            for difference in compare_all(stock, f"{name}, {prompt.question!r}", [prompt], baseline_run, ours_run):
+                if not difference.is_tie:
+                    raise RuntimeError(f"the answers are not equal: {difference}")
+            pairs.append((baseline_run.seconds, ours_run.seconds))
+            advance(1)
     return Speed(name, tuple(pair[0] for pair in pairs[1:]), tuple(pair[1] for pair in pairs[1:]))
 
 

@@ -35,6 +35,7 @@ import triton
 
 from radixkv.bench import sass
 from radixkv.bench.launches import HEAD_SHAPES, Launch, kernel_launches
+from radixkv.progress import progress_bar
 
 MODELS = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-7b")
 BLOCK_SIZES = (16, 64)
@@ -113,8 +114,12 @@ def measure_all() -> list[Row]:
     """Measure every case, several at a time where there are cores for it."""
     cases = list(product(MODELS, BLOCK_SIZES, (None, WINDOW)))
     # Spawned, not forked: torch and LLVM may have started threads.
-    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        rows = [row for case_rows in pool.map(measure_case, cases) for row in case_rows]
+    workers = ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn"))
+    rows: list[Row] = []
+    with workers as pool, progress_bar("compile", len(cases), True, unit="case") as advance:
+        for case_rows in pool.map(measure_case, cases):
+            rows += case_rows
+            advance(1)
     return sorted(rows, key=lambda row: (row["kernel"], row["head_dim"], row["num_heads"], row["block_size"], row["window"] or 0))
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from radixkv.progress import progress_bar
+
 _WORDS_PER_ROW = 1024
 # Rows summed at a time, whose products take 8 KB each: on a CPU what stays in its caches, on a GPU what fills it.
 _ROWS_CPU, _ROWS_GPU = 256, 8192
@@ -52,19 +54,24 @@ def _rope_facts(model: PreTrainedModel) -> dict[str, Any]:
     return facts
 
 
-def digest_weights(model: nn.Module) -> str:
+def digest_weights(model: nn.Module, progress: bool | None = False) -> str:
     """A digest of every byte of a model's parameters and buffers, with their names, types and shapes; the same on every device.
 
     Each tensor is read as rows of 1,024 32-bit words, and each row summed as sum(word * factor) modulo 2**64, on the device that has it;
     SHA-256 takes in the sums, a 512th of the bytes. Nothing is sampled. All factors are odd and so invertible: a change within any one
     32-bit word always changes its row's sum, and any other change does but for chance, which is 2**-32 at most. It costs one pass over
     the weights: 2 to 4 GB/s on one core of an AMD EPYC, on a GPU a small multiple of the time to read them.
+
+    Args:
+        model: whose. progress: see `radixkv.progress.progress_bar`.
     """
     digest = hashlib.sha256()
     entries = [*model.named_parameters(), *model.named_buffers()]
     sums: dict[torch.device, _RowSums] = {}
-    with torch.no_grad():
+    total = sum(tensor.nbytes for _, tensor in entries)
+    with torch.no_grad(), progress_bar("digest of the weights", total, progress) as advance:
         for name, tensor in sorted(entries, key=lambda entry: entry[0]):
+            advance(tensor.nbytes)
             if name.rpartition(".")[2] in ("inv_freq", "original_inv_freq"):
                 continue  # part of the facts on the rotary embedding
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

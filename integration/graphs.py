@@ -6,6 +6,7 @@ reads on the device: token ids, lengths, block table and work lists stand at add
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from torch.nn.modules import module as torch_module
 
 from radixkv.decode_plan import DecodePlan
 from radixkv.step import Step
+
+logger = logging.getLogger("radixkv")
 
 Region = Callable[[torch.Tensor], torch.Tensor]
 # What a capture gives: a function that runs the captured work again, and the tensor that it writes each time.
@@ -109,12 +112,30 @@ class DecodeGraphs:
         return logits
 
 
+def why_not_captured(backend: str, device: torch.device) -> str | None:
+    """Why decode steps cannot be captured with a backend on a device, in words; None where they can."""
+    if backend != "triton":
+        return f"the backend is {backend}"
+    if device.type != "cuda":
+        return f"the model lies on {device}, and capturing needs a CUDA device"
+    return "this is ROCm, where capturing is not supported yet" if torch.version.hip else None
+
+
 def can_capture(model: torch.nn.Module, inputs: dict[str, Any]) -> bool:
     """Whether a replay does all that a forward would: no hooks or replaced forwards that Python runs, no tensors passed along."""
-    if any(isinstance(value, torch.Tensor) for value in inputs.values()) or torch_module._has_any_global_hook():
-        return False
-    for module in model.modules():
+    reason = _hindrance(model, inputs)
+    if reason is not None:
+        logger.debug("decode steps are not captured in this call: %s", reason)
+    return reason is None
+
+
+def _hindrance(model: torch.nn.Module, inputs: dict[str, Any]) -> str | None:
+    if any(isinstance(value, torch.Tensor) for value in inputs.values()):
+        return "tensors are passed to the model beside the tokens"
+    if torch_module._has_any_global_hook():
+        return "torch has hooks for all modules"
+    for name, module in model.named_modules():
         hooks = module._forward_hooks or module._forward_pre_hooks
         if (hooks and module is not model) or "forward" in module.__dict__:
-            return False
-    return True
+            return f"module {name or 'model'} has hooks or a forward of its own"
+    return None

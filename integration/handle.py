@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from radixkv.attention import Backend, resolve_backend
+from radixkv.attention import Backend, choose_backend
 from radixkv.cache import PrefixCache
 from radixkv.eviction import policy_maker
 from radixkv.integration.adapters import adapters_in, numbered, unnumbered
@@ -22,12 +21,13 @@ from radixkv.integration.branch import Branch
 from radixkv.integration.dynamic_cache import insert_dynamic
 from radixkv.integration.families import ModelShape, model_shape
 from radixkv.integration.fingerprint import digest_settings, digest_tokenizer, digest_weights, model_facts
-from radixkv.integration.graphs import CudaCapture, DecodeGraphs
+from radixkv.integration.graphs import CudaCapture, DecodeGraphs, why_not_captured
 from radixkv.integration.model_weights import Change, ModelWeights
 from radixkv.integration.paged_cache import PagedCache
 from radixkv.integration.versions import held_cache
 from radixkv.pin import Pin, Pins
-from radixkv.pool import BlockPool, default_num_blocks, require_block_size
+from radixkv.pool import BlockPool, default_num_blocks, describe_default, require_block_size
+from radixkv.progress import require_progress
 from radixkv.schedule import Order
 from radixkv.sequence import Batch, CallOptions
 from radixkv.token_key import namespace_of, require_namespace
@@ -75,7 +75,7 @@ class ModelCache(PrefixCache):
         for keyword in ("exact", "cuda_graphs"):
             if not isinstance(getattr(options, keyword), bool):
                 raise ValueError(f"patch_model: {keyword} must be True or False, got {getattr(options, keyword)!r}")
-        name = resolve_backend(options.backend, shape.device)
+        name, self._backend_reason = choose_backend(options.backend, shape.device)
         if options.exact and name != "triton":
             raise ValueError(f"exact=True needs the Triton kernels, and the backend is {name!r}: leave it out, or use backend='triton'")
         require_block_size("patch_model", options.block_size)
@@ -106,15 +106,27 @@ class ModelCache(PrefixCache):
             self._model = weakref.ref(model)
             if (model.dtype, model.device) != (self.shape.dtype, self.shape.device):
                 shape = model_shape(model)
-                resolve_backend(self.backend.name, shape.device)  # raises if it cannot run there
+                choose_backend(self.backend.name, shape.device)  # raises if it cannot run there
                 pool = self._make_pool(shape)
                 self.replace_pool(pool, self._make_backend(shape, pool))
                 self.shape, self.graphs = shape, self._make_graphs(shape)
+                logger.info("the model was moved or cast to %s on %s: its cache starts over, empty", shape.dtype, shape.device)
             if self._weights is None:
                 self._weights = ModelWeights(model)
             elif (change := self._weights.update(model)) is not None:
                 self._take_in(change)
             self._adapters = self._weights.selection.namespace()
+
+    def describe(self) -> str:
+        """The choices that were made at patch time, and why, in one line."""
+        pool = self.pool
+        num_bytes = 2 * pool.num_layers * pool.keys[0].nbytes
+        why = "as asked" if self.options.num_blocks is not None else describe_default(pool.device)
+        captures = "captured" if self.graphs is not None else f"not captured ({self._why_not_captured(self.shape)})"
+        return (
+            f"backend {self.backend.name} ({self._backend_reason}); {pool.num_blocks} blocks of {pool.block_size} tokens, "
+            f"{num_bytes / 2**30:.2f} GiB ({why}); eviction {self.options.eviction}; decode steps {captures}"
+        )
 
     def match_prefix(self, token_ids: Any, namespace: tuple = (), priority: int | None = None) -> Lease:
         with self.lock:
@@ -234,7 +246,7 @@ class ModelCache(PrefixCache):
         tokenizer: Any = None,
         seed: int | None = None,
         namespace: tuple = (),
-        progress: bool | None = None,
+        progress: bool | None = True,
     ) -> list[Answer]:
         """Answer many prompts, in one batch that others join as some finish; a prefix that several share is computed once.
 
@@ -254,7 +266,7 @@ class ModelCache(PrefixCache):
             tokenizer: for strings, stop strings and texts; None takes the attribute `tokenizer` of this handle, if one was set.
             seed: of the random numbers; None draws one from torch's generator.
             namespace: what to add to this cache's namespace.
-            progress: whether to show a progress bar; None: on a terminal.
+            progress: whether to show a progress bar where it takes longer than two seconds; None: only on a terminal or in a notebook.
 
         Returns:
             An `Answer` for every prompt, in the order given.
@@ -270,7 +282,12 @@ class ModelCache(PrefixCache):
         return generate_many(self._require_model("generate_many"), self, prompts, options)
 
     def save(
-        self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        fingerprint: Mapping[str, object] | None = None,
+        progress: bool | None = True,
     ) -> SaveReport:
         """Write every cached prefix to a file, see `PrefixCache.save`; it loads only into a cache of the same model.
 
@@ -278,7 +295,7 @@ class ModelCache(PrefixCache):
         configuration, rotary embedding, dtype and shapes; not device, backend and block size.
 
         Args:
-            path, fingerprint: see there.
+            path, fingerprint, progress: see there.
             tokenizer: the one that made the token ids; a `load` that names another one is then refused.
 
         Raises:
@@ -286,10 +303,16 @@ class ModelCache(PrefixCache):
         """
         from radixkv.persist import save_cache
 
-        return save_cache(self, path, partial(self._facts, tokenizer, fingerprint))
+        require_progress("save", progress)
+        return save_cache(self, path, partial(self._facts, tokenizer, fingerprint, progress), progress)
 
     def load(
-        self, path: str | os.PathLike[str], *, tokenizer: Any = None, fingerprint: Mapping[str, object] | None = None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        fingerprint: Mapping[str, object] | None = None,
+        progress: bool | None = True,
     ) -> LoadReport:
         """Add the prefixes of a file that `save` of the same model wrote, see `PrefixCache.load` and `save`.
 
@@ -298,16 +321,17 @@ class ModelCache(PrefixCache):
         """
         from radixkv.persist import load_cache
 
-        return load_cache(self, path, partial(self._facts, tokenizer, fingerprint))
+        require_progress("load", progress)
+        return load_cache(self, path, partial(self._facts, tokenizer, fingerprint, progress), progress)
 
-    def _facts(self, tokenizer: Any, given: Mapping[str, object] | None) -> dict[str, object]:
+    def _facts(self, tokenizer: Any, given: Mapping[str, object] | None, progress: bool | None) -> dict[str, object]:
         """What the K/V of the model's present weights depend on; what was computed with others is dropped on the way."""
         model = self._require_model("save and load")
         self.follow(model)
         assert self._weights is not None
         version = (self._weights_version, tuple(self._weights.numbers.items()), self.shape.dtype, self.shape.device)
         if self._digest is None or self._digest[0] != version:
-            self._digest = (version, digest_weights(model))
+            self._digest = (version, digest_weights(model, progress))
         # None is not compared: who names no tokenizer does not ask about it.
         facts = {**model_facts(model), "weights": self._digest[1], "tokenizer": None if tokenizer is None else digest_tokenizer(tokenizer)}
         if settings := self._weights.settings():
@@ -366,8 +390,10 @@ class ModelCache(PrefixCache):
         )
 
     def _make_graphs(self, shape: ModelShape) -> DecodeGraphs | None:
-        captures = self.options.cuda_graphs and self.options.backend == "triton" and shape.device.type == "cuda" and not torch.version.hip
-        return DecodeGraphs(CudaCapture(shape.device)) if captures else None
+        return DecodeGraphs(CudaCapture(shape.device)) if self._why_not_captured(shape) is None else None
+
+    def _why_not_captured(self, shape: ModelShape) -> str | None:
+        return why_not_captured(self.options.backend, shape.device) if self.options.cuda_graphs else "cuda_graphs=False"
 
     def _make_backend(self, shape: ModelShape, pool: BlockPool) -> Backend:
         return Backend(self.options.backend, num_heads=shape.num_heads, pool=pool, exact=self.options.exact)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from radixkv.cache import require_namespace
@@ -21,6 +20,7 @@ from radixkv.integration.packed_model import PackedModel
 from radixkv.integration.sampling import Sampler, Stopping, read_settings
 from radixkv.integration.subclass import BASE_CLASS
 from radixkv.integration.versions import cache_argument
+from radixkv.progress import Advance, progress_bar, require_progress
 from radixkv.schedule import Order, Waiting
 from radixkv.sequence import CallOptions
 
@@ -51,6 +51,7 @@ def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOpti
     if model.training or torch.is_autocast_enabled(model.device.type):
         raise ValueError("generate_many: the model is in training mode or under autocast: call model.eval() first, outside of autocast")
     require_namespace("generate_many", options.namespace)
+    require_progress("generate_many", options.progress)
     limit = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"generate_many: max_batch_tokens must be an int of at least 1, got {limit!r}")
@@ -64,9 +65,9 @@ def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOpti
     settings = read_settings(model, options.generation_config, options.max_new_tokens)
     sampler, stopping = Sampler(settings, seed, model.device), Stopping(settings, tokenizer)
     cache.follow(model)
-    bar = tqdm(total=len(given), desc="generate_many", unit="prompt", disable=None if options.progress is None else not options.progress)
-    with bar, Interrupts() as interrupts, torch.no_grad():
-        book = _Book(len(given), tokenizer, options.on_result, bar)
+    bar = progress_bar("generate_many", len(given), options.progress, unit="prompt")
+    with bar as advance, Interrupts() as interrupts, torch.no_grad():
+        book = _Book(len(given), tokenizer, options.on_result, advance)
         try:
             requests = book.read(given, model, cache)
             known = [cache.known_prefix(bytes(request.key), options.namespace)[0] for request in requests]
@@ -93,12 +94,12 @@ class _Book:
     """The answers so far.
 
     Args:
-        num_prompts: of the call. tokenizer: for texts, or None. on_result: the user's. bar: of progress.
+        num_prompts: of the call. tokenizer: for texts, or None. on_result: the user's. advance: moves the progress bar on.
     """
 
-    def __init__(self, num_prompts: int, tokenizer: Any, on_result: Callable[[int, Answer], Any] | None, bar: Any):
+    def __init__(self, num_prompts: int, tokenizer: Any, on_result: Callable[[int, Answer], Any] | None, advance: Advance):
         self._answers: list[Answer | None] = [None] * num_prompts
-        self._tokenizer, self._on_result, self._bar = tokenizer, on_result, bar
+        self._tokenizer, self._on_result, self._advance = tokenizer, on_result, advance
         self._requests: list[Request] = []
 
     def read(self, prompts: Sequence[Any], model: Any, cache: ModelCache) -> list[Request]:
@@ -137,7 +138,7 @@ class _Book:
         return [Answer((), None, "interrupted") if answer is None else answer for answer in self._answers]
 
     def _tell(self, index: int) -> None:
-        self._bar.update()
+        self._advance(1)
         if self._on_result is not None:
             answer = self._answers[index]
             assert answer is not None

@@ -64,8 +64,7 @@ def patch_model(model: Any, options: CacheOptions) -> Any:
     model.radixkv = handle
     if handle.backend.name == "triton":
         fuse_attention(model)
-    pool = handle.pool
-    logger.info("patched %s: backend %s, %d blocks of %d tokens", base.__name__, handle.backend.name, pool.num_blocks, pool.block_size)
+    logger.info("patched %s: %s", base.__name__, handle.describe())
     return model
 
 
@@ -98,7 +97,7 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
             if "forward" in self.__dict__:
                 return _forward(self, base, functools.partial(base.__call__, self), cache, argument, args, kwargs)
         elif _current_call.get() is None:
-            self.radixkv.count_stock_call()
+            self.radixkv.count_stock_call("the model was called without a cache that model.radixkv.new_cache() made")
         return base.__call__(self, *args, **kwargs)
 
     @functools.wraps(base.forward)
@@ -168,7 +167,7 @@ def _generate(model: Any, base: type, call: _Call, args: tuple, kwargs: dict[str
     if kwargs.get("custom_generate") is not None:
         if call.lease is not None:
             raise ValueError("prefix_cache cannot be used in this call: custom_generate uses the model in a way of its own")
-        handle.count_stock_call()
+        handle.count_stock_call("custom_generate was given")
     token = _current_call.set(call)
     output = None
     try:
@@ -205,8 +204,7 @@ def _cache_for(
         asked = "prefix_cache" if call.lease is not None else "a PagedCache" if isinstance(given, PagedCache) else None
         if asked is not None:
             raise ValueError(f"{asked} cannot be used in this call: {reason}")
-        logger.info("generate() takes the model's own path: %s", reason)
-        model.radixkv.count_stock_call()
+        model.radixkv.count_stock_call(reason)
         return None
     rows = PagedCache(model.radixkv, call.options or CallOptions()) if given is None else _usable_rows(call, model, given)
     resumes = rows.batch is not None

@@ -1,24 +1,53 @@
 """radixkv: RadixAttention for Hugging Face models, over a paged K/V pool, a radix tree and Triton kernels.
 
 `radixkv.patch_model(model)` is the whole of everyday use. Importing the package touches no device and needs neither Triton nor
-transformers: those are imported by what uses them.
+transformers nor torch: each is imported by what uses it. The package logs under "radixkv", and says nothing unless logging is set up.
 """
 
 from __future__ import annotations
 
+import logging
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from radixkv.cache import PrefixCache
-from radixkv.errors import OutOfBlocks
-from radixkv.pin import Pin
-from radixkv.pool import BlockPool
-from radixkv.stats import CacheStats
-from radixkv.token_key import TokenKey
-from radixkv.tree import Lease, RadixTree
+if TYPE_CHECKING:
+    from radixkv.cache import PrefixCache
+    from radixkv.errors import OutOfBlocks
+    from radixkv.pin import Pin
+    from radixkv.pool import BlockPool
+    from radixkv.stats import CacheStats
+    from radixkv.token_key import TokenKey
+    from radixkv.tree import Lease, RadixTree
 
 __version__ = "0.1.0"
 __all__ = ["BlockPool", "CacheStats", "Lease", "OutOfBlocks", "Pin", "PrefixCache", "RadixTree", "TokenKey", "patch_model", "unpatch_model"]
+
+# The module that each of these is imported from when it is first asked for.
+_HOMES = {
+    "BlockPool": "pool",
+    "CacheStats": "stats",
+    "Lease": "tree",
+    "OutOfBlocks": "errors",
+    "Pin": "pin",
+    "PrefixCache": "cache",
+    "RadixTree": "tree",
+    "TokenKey": "token_key",
+}
+
+logging.getLogger("radixkv").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"radixkv.{_HOMES[name]}"), name)
+    if not name.startswith("_") and find_spec(f"radixkv.{name}") is not None:
+        return import_module(f"radixkv.{name}")
+    raise AttributeError(f"module 'radixkv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
 
 
 def patch_model(

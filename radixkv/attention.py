@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from importlib import import_module
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,11 +22,18 @@ from radixkv.pool import BlockPool
 BACKENDS = ("auto", "torch", "triton")
 
 
+class Choice(NamedTuple):
+    """A backend's name, and why it is that one."""
+
+    name: str
+    reason: str
+
+
 class Backend:
     """The functions of one implementation, chosen once, with a count of what was launched.
 
     Args:
-        name: "torch" or "triton" (see `resolve_backend` for "auto").
+        name: "torch" or "triton" (see `choose_backend` for "auto").
         num_heads: query heads of the model.
         pool: where K/V lives; its shape and device decide the tile sizes.
         exact: use the exact plan: what a row attends to is cut at fixed positions, so that its result does not depend on the batch.
@@ -139,8 +147,8 @@ class Backend:
         return replace(work, carried=carried, round_as_sdpa=True) if self.name == "torch" else work
 
 
-def resolve_backend(name: str, device: torch.device) -> str:
-    """The implementation that `name` means on `device`.
+def choose_backend(name: str, device: torch.device) -> Choice:
+    """The implementation that `name` means on `device`, and why.
 
     Raises:
         ValueError: `name` is unknown, or cannot run on `device`.
@@ -148,13 +156,15 @@ def resolve_backend(name: str, device: torch.device) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
     if name == "auto":
-        return "triton" if device.type == "cuda" else "torch"
+        if device.type == "cuda":
+            return Choice("triton", f"auto: the model lies on {device}, where the Triton kernels run")
+        return Choice("torch", f"auto: the model lies on {device}, and the Triton kernels need a CUDA or ROCm device")
     if name == "triton" and device.type != "cuda" and not _triton_interprets():
         raise ValueError(
             f"backend='triton' cannot run on device {device}: it needs a CUDA or ROCm device, or Triton's interpreter "
             "(TRITON_INTERPRET=1 in the environment before Triton is imported); use backend='torch' here"
         )
-    return name
+    return Choice(name, "as asked")
 
 
 def _triton_interprets() -> bool:

@@ -10,6 +10,7 @@ from radixkv.attention import Backend
 from radixkv.eviction import PolicyMaker
 from radixkv.pin import Pin
 from radixkv.pool import BlockPool
+from radixkv.progress import require_progress
 from radixkv.requests import Requests
 from radixkv.sequence import TOKEN_BYTES
 from radixkv.stats import CacheStats, Counters
@@ -183,7 +184,9 @@ class PrefixCache(Requests):
             self._weights_version += 1
             self._clear("weights")
 
-    def save(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> SaveReport:
+    def save(
+        self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None, progress: bool | None = True
+    ) -> SaveReport:
         """Write every cached prefix to a file, in place of the one that is there.
 
         All namespaces are in it, partly filled blocks too, each token once, with the order of their uses and what the eviction policy
@@ -196,6 +199,7 @@ class PrefixCache(Requests):
             path: the file to write; its folder exists.
             fingerprint: facts that must be the same where the file is loaded: which weights, what for; anything that JSON can hold.
                 One that is None where it is loaded is not compared.
+            progress: whether to show a progress bar where it takes longer than two seconds; None: only on a terminal or in a notebook.
 
         Returns:
             A report, also logged at level INFO.
@@ -207,9 +211,12 @@ class PrefixCache(Requests):
         """
         from radixkv.persist import save_cache
 
-        return save_cache(self, path, lambda: fingerprint or {})
+        require_progress("save", progress)
+        return save_cache(self, path, lambda: fingerprint or {}, progress)
 
-    def load(self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None) -> LoadReport:
+    def load(
+        self, path: str | os.PathLike[str], *, fingerprint: Mapping[str, object] | None = None, progress: bool | None = True
+    ) -> LoadReport:
         """Add the prefixes of a file that `save` wrote to what is cached, all or, on an exception, none of them.
 
         Nothing is evicted: what was used last is loaded first, up to the free blocks, the last prefix in part. What was loaded counts as
@@ -219,6 +226,7 @@ class PrefixCache(Requests):
         Args:
             path: the file.
             fingerprint: what `save` was given.
+            progress: as in `save`.
 
         Returns:
             A report of what was loaded and what not, and whether that was faster than computing it; also logged at level INFO.
@@ -229,4 +237,5 @@ class PrefixCache(Requests):
         """
         from radixkv.persist import load_cache
 
-        return load_cache(self, path, lambda: fingerprint or {})
+        require_progress("load", progress)
+        return load_cache(self, path, lambda: fingerprint or {}, progress)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+class CommandError(Exception):
+    """Something that the caller of a command (`python -m radixkv ...`) can mend, said in one sentence."""
+
+
 class OutOfBlocks(RuntimeError):
     """The pool cannot give what a request needs; nothing was taken and nothing cached was lost."""
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from radixkv.storage import CacheStorage
 
 
-def fill(cache: CacheStorage, file: FileReader, namespaces: list[tuple], plan: LoadPlan) -> None:
-    """Reads what was planned into free blocks and, when all of it is there, puts it into the tree."""
+def fill(cache: CacheStorage, file: FileReader, namespaces: list[tuple], plan: LoadPlan, progress: bool | None) -> None:
+    """Reads what was planned into free blocks and, when all of it is there, puts it into the tree; `progress` as in `progress_bar`."""
     blocks = cache.pool.allocate(sum(run.num_blocks for run in plan.runs))
     try:
-        read_pool(file, cache.pool, plan, blocks)
+        read_pool(file, cache.pool, plan, blocks, progress)
     except BaseException:
         cache.pool.release(blocks)
         raise

@@ -23,6 +23,8 @@ from glob import escape
 from math import prod
 from pathlib import Path
 
+from radixkv.progress import progress_bar
+
 PIECE_BYTES = 1 << 20
 CHECKSUM_BYTES = 4
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "U8": 1}
@@ -145,8 +147,8 @@ class FileReader:
 
 
 @contextlib.contextmanager
-def open_verified(path: Path) -> Iterator[FileReader]:
-    """Open a file for reading after every byte of it was compared with its checksums.
+def open_verified(path: Path, progress: bool | None = False) -> Iterator[FileReader]:
+    """Open a file for reading after every byte of it was compared with its checksums; `progress` as in `progress_bar`.
 
     Raises:
         OSError: it cannot be opened or read.
@@ -156,12 +158,12 @@ def open_verified(path: Path) -> Iterator[FileReader]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError(f"load: {path} is not a regular file")
-        yield FileReader(path, descriptor, _verify(path, descriptor))
+        yield FileReader(path, descriptor, _verify(path, descriptor, progress))
     finally:
         os.close(descriptor)
 
 
-def _verify(path: Path, descriptor: int) -> bytes:
+def _verify(path: Path, descriptor: int, progress: bool | None) -> bytes:
     """Compares all checksums of a file and returns its header."""
     damaged = ValueError(f"load: {path} is damaged, or not a file that radixkv saved: its checksums do not fit; nothing was loaded")
     size = os.fstat(descriptor).st_size
@@ -177,9 +179,11 @@ def _verify(path: Path, descriptor: int) -> bytes:
         return checksums[piece * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == checksum.to_bytes(CHECKSUM_BYTES, "little")
 
     # Reading and summing both let go of the interpreter.
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers:
-        if not all(workers.map(fits, range(num_pieces))):
-            raise damaged
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as workers, progress_bar("verify", body, progress) as advance:
+        for piece, is_intact in enumerate(workers.map(fits, range(num_pieces))):
+            if not is_intact:
+                raise damaged
+            advance(min(PIECE_BYTES, body - piece * PIECE_BYTES))
     header_bytes = _LENGTH_BYTES + int.from_bytes(_read_range(descriptor, 0, _LENGTH_BYTES), "little")
     if header_bytes > body:
         raise damaged

@@ -12,6 +12,7 @@ from torch import Tensor
 from radixkv.kv_file import FileReader, FileWriter
 from radixkv.load_plan import LoadPlan
 from radixkv.pool import BlockPool
+from radixkv.progress import Advance, progress_bar
 from radixkv.snapshot import Source
 
 # What is in memory beside the pool while a layer's K or V is written or read.
@@ -36,8 +37,11 @@ def _tokens_at(pool: BlockPool, slots: np.ndarray) -> _Tokens:
     return _Tokens(torch.from_numpy(first_rows).to(pool.device), pool.block_size)
 
 
-def write_pools(file: FileWriter, sources: Sequence[Source]) -> None:
-    """Writes the K/V of all tokens of the sources, layer by layer, K before V, the sources one after the other."""
+def write_pools(file: FileWriter, sources: Sequence[Source], advance: Advance) -> None:
+    """Writes the K/V of all tokens of the sources, layer by layer, K before V, the sources one after the other.
+
+    `advance` is told of the bytes that are written.
+    """
     places = [_tokens_at(pool, np.concatenate([np.zeros(0, np.int64), *slots])) for pool, slots in sources]
     pool = sources[0].pool
     chunk = _chunk_tokens(pool)
@@ -49,10 +53,11 @@ def write_pools(file: FileWriter, sources: Sequence[Source]) -> None:
                 for begin in range(0, num_tokens, chunk):
                     rows = tokens.rows(pool.num_kv_heads, begin, min(begin + chunk, num_tokens))
                     file.write(flat.index_select(0, rows).cpu().view(torch.uint8).numpy().data)
+                    advance(len(rows) * pool.head_dim * pool.dtype.itemsize)
 
 
-def read_pool(file: FileReader, pool: BlockPool, plan: LoadPlan, blocks: list[int]) -> None:
-    """Reads the K/V of all planned tokens, in the file's order, each to its slot of the given blocks."""
+def read_pool(file: FileReader, pool: BlockPool, plan: LoadPlan, blocks: list[int], progress: bool | None) -> None:
+    """Reads the K/V of all planned tokens, in the file's order, each to its slot of the given blocks; `progress` as in `progress_bar`."""
     saved_rows, slots = plan.tokens(np.asarray(blocks, np.int64), pool.block_size)
     order = np.argsort(saved_rows, kind="stable")
     saved_rows, tokens = saved_rows[order], _tokens_at(pool, slots[order])
@@ -66,17 +71,19 @@ def read_pool(file: FileReader, pool: BlockPool, plan: LoadPlan, blocks: list[in
         runs.append((begin, end))
         begin = end
     buffer = torch.empty(chunk * row_bytes, dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
-    for layer, pair in enumerate(pool.pools):
-        for name, tensor in zip((f"keys.{layer}", f"values.{layer}"), pair, strict=True):
-            flat = tensor.view(-1, pool.head_dim)
-            for begin, end in runs:
-                first = int(saved_rows[begin])
-                data = buffer[: (int(saved_rows[end - 1]) - first + 1) * row_bytes]
-                file.read_into(data.numpy().data, name, first * row_bytes)
-                data = data.view(pool.dtype).view(-1, pool.num_kv_heads, pool.head_dim).to(pool.device)
-                wanted = torch.from_numpy(saved_rows[begin:end] - first).to(pool.device)
-                rows = tokens.rows(pool.num_kv_heads, begin, end)
-                flat.index_copy_(0, rows, data.index_select(0, wanted).view(-1, pool.head_dim))
+    with progress_bar("load", 2 * pool.num_layers * len(saved_rows) * row_bytes, progress) as advance:
+        for layer, pair in enumerate(pool.pools):
+            for name, tensor in zip((f"keys.{layer}", f"values.{layer}"), pair, strict=True):
+                flat = tensor.view(-1, pool.head_dim)
+                for begin, end in runs:
+                    first = int(saved_rows[begin])
+                    data = buffer[: (int(saved_rows[end - 1]) - first + 1) * row_bytes]
+                    file.read_into(data.numpy().data, name, first * row_bytes)
+                    data = data.view(pool.dtype).view(-1, pool.num_kv_heads, pool.head_dim).to(pool.device)
+                    wanted = torch.from_numpy(saved_rows[begin:end] - first).to(pool.device)
+                    rows = tokens.rows(pool.num_kv_heads, begin, end)
+                    flat.index_copy_(0, rows, data.index_select(0, wanted).view(-1, pool.head_dim))
+                    advance((end - begin) * row_bytes)
 
 
 def _chunk_tokens(pool: BlockPool) -> int:

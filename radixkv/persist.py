@@ -23,6 +23,7 @@ from radixkv.kv_file import FileReader, TensorSpec, build_header, open_verified,
 from radixkv.kv_transfer import write_pools
 from radixkv.load_plan import plan_load
 from radixkv.pool import BlockPool
+from radixkv.progress import progress_bar
 from radixkv.saved_facts import decode_namespace, encode_namespace, normalize, require_same
 from radixkv.saved_nodes import SavedNodes
 from radixkv.snapshot import Snapshot
@@ -110,7 +111,7 @@ class LoadReport:
         return f"{text}, which {verdict} recomputing at {self.computed_tokens_per_s:.0f} tokens/s{where}"
 
 
-def save_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fingerprint) -> SaveReport:
+def save_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fingerprint, progress: bool | None) -> SaveReport:
     """See `PrefixCache.save`; `fingerprint` is called under the cache's lock and may first drop what is stale."""
     started = time.perf_counter()
     path = Path(path)
@@ -132,25 +133,27 @@ def save_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fi
             file.write(nodes.to_array().data)
             file.write(nodes.worths.astype("<f8").data)
             file.write(nodes.tokens)
-            write_pools(file, snapshot.sources)
+            kv_bytes = 2 * cache.pool.num_layers * specs[-1].num_bytes
+            with progress_bar("save", kv_bytes, progress) as advance:
+                write_pools(file, snapshot.sources, advance)
         file.write_checksums()
     report = SaveReport(path, nodes.num_tokens, len(nodes.parents), file.num_bytes, time.perf_counter() - started)
     logger.info("%s", report)
     return report
 
 
-def load_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fingerprint) -> LoadReport:
+def load_cache(cache: PrefixCache, path: str | os.PathLike[str], fingerprint: Fingerprint, progress: bool | None) -> LoadReport:
     """See `PrefixCache.load`; `fingerprint` as in `save_cache`."""
     started = time.perf_counter()
     path = Path(path)
-    with open_verified(path) as file:
+    with open_verified(path, progress) as file:
         nodes, saved_facts, saved_rate = _read_index(file, cache.tree.queue.name)
         with cache.hold():
             require_same(path, saved_facts, _facts(cache, fingerprint))
             _require_specs(file, cache.pool, nodes)
             namespaces = [cache.from_saved(namespace) for namespace in nodes.namespaces]
             plan = plan_load(nodes, namespaces, cache.tree, cache.pool.num_free)
-            fill(cache, file, namespaces, plan)
+            fill(cache, file, namespaces, plan, progress)
             own_rate = cache.meter.tokens_per_s()
     report = LoadReport(
         path,

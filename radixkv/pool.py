@@ -217,6 +217,13 @@ def default_num_blocks(device: torch.device | str, bytes_per_block: int, block_s
     return max(1, min(fitting, CPU_MAX_TOKENS // block_size))
 
 
+def describe_default(device: torch.device | str) -> str:
+    """What `default_num_blocks` goes by on a device, in words."""
+    if torch.device(device).type == "cuda":
+        return f"{GPU_MEMORY_FRACTION:.0%} of the GPU memory that is free"
+    return f"{CPU_MEMORY_FRACTION:.0%} of the memory that is available, at most {CPU_MAX_TOKENS:,} tokens"
+
+
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

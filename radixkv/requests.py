@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
@@ -17,6 +18,8 @@ from radixkv.running import RunningRows, require_open
 from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
 from radixkv.step import Step
 from radixkv.tree import Lease, token_key
+
+logger = logging.getLogger("radixkv")
 
 
 class Requests(RunningRows):
@@ -75,6 +78,7 @@ class Requests(RunningRows):
                     admit_rows(self, batch, num_logits, lease, whole_blocks=False)
                 except OutOfBlocks:
                     # A partly matched block is held while the row writes its own copy. In a pool this tight its tokens are computed again.
+                    logger.debug("trying again with whole cached blocks only")
                     let_go(self, batch.sequences)
                     batch.sequences = [Sequence(bytearray(key)) for key in keys]
                     admit_rows(self, batch, num_logits, lease, whole_blocks=True)
@@ -224,9 +228,13 @@ class Requests(RunningRows):
             raise
         self.store(batch, priority)
 
-    def count_stock_call(self) -> None:
+    def count_stock_call(self, reason: str) -> None:
+        """Count a call that takes the model's own path, and say why in the log: the first time at level INFO, then at DEBUG."""
         with self.lock:
             self._counters.stock_calls += 1
+            is_new = reason not in self._stock_reasons
+            self._stock_reasons.add(reason)
+        logger.log(logging.INFO if is_new else logging.DEBUG, "a call takes the model's own path: %s", reason)
 
     def _count_computed(self, batch: Batch, num_tokens: int) -> None:
         if batch.counted:

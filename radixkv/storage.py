@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
 from radixkv.stats import Counters
 from radixkv.step_maker import StepMaker
 from radixkv.tree import Lease, RadixTree
+
+logger = logging.getLogger("radixkv")
 
 
 class CacheStorage(Observed):
@@ -47,6 +50,8 @@ class CacheStorage(Observed):
         self._counters = Counters()
         self.meter = PromptMeter(pool.device)
         self._weights_version = 0
+        # Why calls took the model's own path so far.
+        self._stock_reasons: set[str] = set()
         self._steps = StepMaker(pool, backend)
 
     def full_namespace(self, namespace: tuple = ()) -> tuple:
@@ -106,7 +111,10 @@ class CacheStorage(Observed):
             evictable = self._num_freeable()
             if short > evictable:
                 free, block_size = self.pool.num_free, self.pool.block_size
-                raise out_of_blocks(num_blocks, block_size, free, evictable, self.pool.num_blocks - free - evictable, self._pins.num_blocks)
+                leased, pinned = self.pool.num_blocks - free - evictable, self._pins.num_blocks
+                error = out_of_blocks(num_blocks, block_size, free, evictable, leased, pinned)
+                logger.info("the pool cannot give what is asked for: %s", error)
+                raise error
             while short > 0:  # again, if a block went that a row holds too
                 self._evict(short)
                 short = num_blocks - self.pool.num_free
@@ -165,7 +173,12 @@ class CacheStorage(Observed):
             if node not in victims and not self.tree.is_stale(node):
                 victims[node] = path_of(node)
 
+        is_first = not self.tree.history.evicted_blocks
         given_up = self.tree.evict(num_blocks, None if self.tier is None else note)
+        if is_first:
+            num_blocks, policy = self.pool.num_blocks, self.tree.queue.name
+            logger.info("the pool of %d blocks is full: from now on cached prefixes are evicted, policy %s", num_blocks, policy)
+        logger.debug("evicted %d blocks", len(given_up))
         try:
             if self.tier is not None:
                 self.tier.store(list(victims.values()))

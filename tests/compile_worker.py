@@ -17,8 +17,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 
 from radixkv.bench import sass
-from radixkv.bench.launches import HEAD_SHAPES, SM_90, Launch, attention_launches, kernel_launches, record
-from radixkv.kernels import advance, configs, merge, store
+from radixkv.bench.launches import HEAD_SHAPES, SM_90, Launch, attention_launches, kernel_launches, move_launches
+from radixkv.kernels import configs
 from radixkv.kernels.checks import dtype_name
 from radixkv.kernels.work import Phase
 
@@ -40,26 +40,6 @@ def spills(cubin: bytes, num_warps: int, shared_bytes: int) -> dict[str, int]:
         return {"spills": 0, "loop_spills": 0}
     program = sass.read(cubin, num_warps, shared_bytes)
     return {"spills": program.spills, "loop_spills": sum(loop.count("LDL") + loop.count("STL") for loop in program.loops)}
-
-
-def move_launches(dtype: torch.dtype, block_size: int, head_dim: int, num_rows: int = 3) -> list[Launch]:
-    """Return the launches of store_kv and rope_store_kv, with and without source rows, of copy_blocks, merge_partials and advance_rows."""
-    k_pool, v_pool = (torch.empty((8, 2, block_size, head_dim), dtype=dtype, device="meta") for _ in range(2))
-    rows = torch.empty((2, num_rows, head_dim), dtype=dtype, device="meta").transpose(0, 1)
-    turn = torch.empty((num_rows, head_dim), dtype=dtype, device="meta")
-    ids = torch.empty(num_rows, dtype=torch.int64, device="meta")
-    counts = ids.int()
-    table = torch.empty((num_rows, num_rows + 3), dtype=torch.int32, device="meta")
-    part_out = torch.empty((num_rows, 4, head_dim), dtype=torch.float32, device="meta")
-    return [
-        *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids)),
-        *record(lambda: store.store_kv(k_pool, v_pool, rows, rows, ids, counts)),
-        *record(lambda: store.rope_store_kv(rows, rows, rows, turn, turn, k_pool, v_pool, ids)),
-        *record(lambda: store.rope_store_kv(rows, rows, rows, turn, turn, k_pool, v_pool, ids, counts)),
-        *record(lambda: store.copy_blocks([(k_pool, v_pool)], ids, ids, counts)),
-        *record(lambda: merge.merge_partials(part_out, part_out[..., 0].contiguous())),
-        *record(lambda: advance.advance_rows(ids, counts, ids, table, block_size)),
-    ]
 
 
 def cases(target: str) -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:

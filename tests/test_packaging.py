@@ -23,7 +23,7 @@ import radixkv
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LINKED = ("kernels", "integration", "bench")
-LIBRARY = sorted(path for folder in (*LINKED, "radixkv", "radixkv/demo") for path in ROOT.glob(f"{folder}/*.py"))
+LIBRARY = sorted(path for folder in (*LINKED, "radixkv", "radixkv/commands", "radixkv/demo") for path in ROOT.glob(f"{folder}/*.py"))
 WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "torch_rows", "work")
 WITHOUT_TORCH = (
     *("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key"),
@@ -32,9 +32,11 @@ WITHOUT_TORCH = (
 
 
 def room_of(path: Path) -> str:
-    """kernels, integration, bench, demo, or core."""
+    """kernels, integration, bench, demo, commands, or core."""
+    if path.name == "__main__.py":
+        return "commands"
     parent = path.relative_to(ROOT).parent.as_posix()
-    return {"radixkv": "core", "radixkv/demo": "demo"}.get(parent, parent)
+    return {"radixkv": "core", "radixkv/commands": "commands", "radixkv/demo": "demo"}.get(parent, parent)
 
 
 def imports_of(path: Path) -> Iterator[tuple[str, bool]]:
@@ -54,11 +56,12 @@ def is_in(name: str, *packages: str) -> bool:
 
 
 FORBIDDEN = {
-    "kernels": ("transformers", "radixkv.integration", "radixkv.demo"),
-    "core": ("transformers", "triton", "tests", "radixkv.bench"),
-    "integration": ("triton", "radixkv.demo", "tests", "radixkv.bench"),
-    "demo": ("triton", "tests", "radixkv.bench"),
-    "bench": ("tests",),
+    "kernels": ("transformers", "radixkv.integration", "radixkv.demo", "radixkv.commands"),
+    "core": ("transformers", "triton", "tests", "radixkv.bench", "radixkv.commands"),
+    "integration": ("triton", "radixkv.demo", "tests", "radixkv.bench", "radixkv.commands"),
+    "demo": ("triton", "tests", "radixkv.bench", "radixkv.commands"),
+    "bench": ("tests", "radixkv.commands"),
+    "commands": ("tests",),
 }
 
 
@@ -70,7 +73,9 @@ def test_imports_go_one_way(path):
         assert not is_in(name, *FORBIDDEN[room]), f"{room} must not import {name}"
         if room == "kernels" and is_in(name, "radixkv"):
             assert is_in(name, "radixkv.kernels"), f"kernels know tensors only, not {name}"
-        if room == "core" and path.name != "__main__.py":
+        if room == "commands":
+            assert not (is_top and is_in(name, "torch", "triton", "transformers")), "the doctor must start where these are broken"
+        if room == "core":
             assert not is_in(name, "radixkv.demo")
             assert not (is_top and is_in(name, "radixkv.integration")), "the integration is imported inside patch_model"
 

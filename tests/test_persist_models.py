@@ -218,9 +218,9 @@ def test_weights_are_digested_once_per_version(tmp_path, monkeypatch):
     model.generate(prompt(20, 0)[None], max_new_tokens=1)
     calls = []
 
-    def counted(model: torch.nn.Module) -> str:
+    def counted(model: torch.nn.Module, progress: bool | None) -> str:
         calls.append(model)
-        return digest_weights(model)
+        return digest_weights(model, progress)
 
     monkeypatch.setattr(handle_module, "digest_weights", counted)
     model.radixkv.save(tmp_path / "prefixes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from radixkv.errors import CommandError
 
-class DemoError(Exception):
+
+class DemoError(CommandError):
     """Something that the caller can mend, said in one sentence."""

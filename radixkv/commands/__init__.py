@@ -1,0 +1,1 @@
+"""What `python -m radixkv` does beside the demo: doctor and bench."""
