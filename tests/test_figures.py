@@ -22,7 +22,6 @@ from radixkv.bench.figures import describe_inputs, draw_all, draw_figures, main,
 from radixkv.bench.scenario_results import (
     BATCH,
     CLAIMS,
-    COPIED,
     LONG,
     LONG_METHODS,
     METHODS,
