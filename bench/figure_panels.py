@@ -7,7 +7,7 @@ from itertools import groupby
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from radixkv.bench.figure_numbers import hit_rates, is_warm, median_wait, rows_of, summary_of, total_tokens, warm_ratio
 from radixkv.bench.figure_style import (
@@ -85,9 +85,14 @@ def draw_waits(axes: Axes, theme: Theme, by_method: ByMethod) -> None:
         draw_points(axes, theme, method, rows, 0.13 * (index - (len(by_method) - 1) / 2))
         ends[method] = (rows[-1].first_token_seconds, METHOD_NAMES[method])
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    # From one line of the grid to another, so that there are always two.
+    seconds = [row.first_token_seconds for rows in by_method.values() for row in rows]
+    lines = [step * 10.0**power for power in range(-6, 6) for step in (1, 2, 5)]
+    low, high = max(line for line in lines if line < min(seconds)), min(line for line in lines if line > max(seconds))
+    axes.set_ylim(low / 1.04, high * 1.04)
+    axes.yaxis.set_major_locator(FixedLocator([line for line in lines if low <= line <= high]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda seconds, _: f"{seconds:g} s"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
     count_requests(axes, theme, by_method, 20, "request, in the order of arrival")
     medians = [(name, median_wait(by_method.get(OURS, ()), warm=warm)) for name, warm in (("cold", False), ("warm", True))]
     told = [f"{seconds:.2g} s {name}" for name, seconds in medians if seconds is not None]

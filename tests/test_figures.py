@@ -172,6 +172,9 @@ def test_points_bars_and_lines_are_the_rows() -> None:
     overview = figures["overview"][1].axes[0]
     claimed = {(patch.get_x(), patch.get_x() + patch.get_width()) for patch in overview.patches}
     assert claimed == set(CLAIMS.values())
+    low, high = waits.get_ylim()
+    assert low < min(waits.get_yticks()) < min(row.first_token_seconds for row in rows if row.scenario == "rag")
+    assert max(row.first_token_seconds for row in rows if row.scenario == "rag") < max(waits.get_yticks()) < high
     assert overview.get_xscale() == waits.get_yscale() == "log"
 
 
