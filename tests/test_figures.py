@@ -254,8 +254,12 @@ def test_provenance() -> None:
 
 
 def find_stale(folder: Path) -> list[str]:
-    """Names of figures in a folder that were not drawn from the CSV beside them as it is now, or that are missing or left over."""
-    present = {path.name: path for path in sorted(folder.glob("*")) if path.suffix in (".svg", ".png")}
+    """Names of figures in a folder that were not drawn from the CSV beside them as it is now, or that are missing or left over.
+
+    Pictures of other things may lie there too; ours are those for a light or a dark page.
+    """
+    endings = tuple(f"-{theme.name}{kind}" for theme in THEMES for kind in (".svg", ".png"))
+    present = {path.name: path for path in sorted(folder.glob("*")) if path.name.endswith(endings)}
     csv_path = folder / "scenarios.csv"
     if not csv_path.exists():
         return list(present)
@@ -272,9 +276,11 @@ def test_stale_figures_are_found(run: Path, tmp_path: Path) -> None:
     folder = tmp_path / "figures"
     shutil.copytree(run.parent, folder)
     assert find_stale(folder) == []
-    (folder / "rag-dark.png").rename(folder / "rag-dusk.png")
-    assert find_stale(folder) == ["rag-dark.png", "rag-dusk.png"]
-    (folder / "rag-dusk.png").rename(folder / "rag-dark.png")
+    (folder / "of_something_else.svg").write_text("<svg/>")
+    assert find_stale(folder) == []
+    (folder / "rag-dark.png").rename(folder / "rug-dark.png")
+    assert find_stale(folder) == ["rag-dark.png", "rug-dark.png"]
+    (folder / "rug-dark.png").rename(folder / "rag-dark.png")
     text = (folder / "scenarios.csv").read_text()
     (folder / "scenarios.csv").write_text(text.replace(",yes", ",no", 1))
     assert len(find_stale(folder)) == 4 * len(FIGURES_OF_RUN), "the rows are others than those drawn"
