@@ -182,9 +182,3 @@ def test_continuous_integration_runs_lint_and_all_tests():
     lines = script.splitlines()
     assert {"make lint", "make test", "make test-versions"} <= set(lines)
     assert re.search(r"-m pytest tests( -n 2 --dist loadfile)?\n", (ROOT / "Makefile").read_text())
-
-
-def test_readme_has_no_dead_relative_links():
-    for name in ("README.md", "CONTRIBUTING.md"):
-        for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / name).read_text(encoding="utf-8")):
-            assert re.match(r"https?://", target) or (ROOT / target).exists(), f"{name} links to {target}"
