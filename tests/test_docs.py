@@ -124,6 +124,11 @@ def test_links_paths_and_names_of_tests_are_alive(path):
             require_path(span)
 
 
+def test_every_page_is_in_the_index():
+    index = {target for _, target in read_markdown(ROOT / "docs" / "README.md").links()}
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"} <= index
+
+
 def check_link(document: Document, line: int, target: str) -> None:
     if re.match(r"https?://|mailto:", target):
         return
