@@ -97,7 +97,7 @@ def test_a_loop_of_ones_own_forks_and_stores(run):
 
 def test_a_few_shot_evaluation_as_a_user_runs_it(tmp_path):
     """As a program of its own, and on the model that it takes by itself."""
-    command = [sys.executable, EXAMPLES["few_shot_eval"], "--queries", "6"]
+    command = [sys.executable, str(EXAMPLES["few_shot_eval"]), "--queries", "6"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
