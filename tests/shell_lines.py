@@ -51,7 +51,8 @@ def _commands(line: str) -> Iterator[list[str]]:
             if words or not re.match(r"[A-Z_]+=", word):
                 words.append(word)
         elif words:
-            yield words
+            # Where its output goes is no part of it either.
+            yield words[: next((i for i, word in enumerate(words) if re.fullmatch(r"\d?>+|<", word)), len(words))]
             words = []
 
 

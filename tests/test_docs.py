@@ -193,7 +193,7 @@ BROKEN = {
     "no language": ("```\nmake test\n```\n", test_every_block_has_a_language_that_is_checked_or_shown, "no language"),
     "a skip": ("```python skip\nx\n```\n", test_every_block_has_a_language_that_is_checked_or_shown, "python skip"),
     "no target": ("```sh\nmake tea    # now\n```\n", test_commands_can_be_typed, "tea"),
-    "no command": ("`python -m radixkv tea`", test_commands_can_be_typed, "invalid choice"),
+    "no command": ("`python -m radixkv tea`", test_commands_can_be_typed, "there is no command 'tea'"),
     "no option": ("```sh\nX=1 python bench/replay.py --seeds 3\n```\n", test_commands_can_be_typed, "no option --seeds"),
     "no script": ("```sh\ngit clone x && python bench/tea.py\n```\n", test_commands_can_be_typed, "there is no bench/tea.py"),
     "no extra": ("`pip install 'radixkv[tea]'`", test_commands_can_be_typed, "no extra tea"),
