@@ -32,7 +32,7 @@ function binned(width) {
   const requests = [];
   for (const [step, seconds, isNew, tokens, reused] of data.log) {
     if (isNew || !requests.length) {
-      requests.push({ step, seconds, tokens, reused, hits: 0 });
+      requests.push({ step, seconds, tokens, reused });
     } else {  // a further piece of the prompt before
       requests[requests.length - 1].tokens += tokens;
       requests[requests.length - 1].reused += reused;
@@ -40,7 +40,8 @@ function binned(width) {
   }
   const perBin = Math.max(1, Math.ceil(requests.length / Math.max(1, Math.floor(width / 6))));
   const bins = [];
-  const fresh = (step, seconds) => ({ step, first: seconds, last: seconds, requests: 0, tokens: 0, reused: 0, hits: 0, evicted: 0, dropped: 0 });
+  const nothing = { requests: 0, tokens: 0, reused: 0, hits: 0, evicted: 0, dropped: 0 };
+  const fresh = (step, seconds) => ({ step, first: seconds, last: seconds, ...nothing });
   requests.forEach((request, i) => {
     if (i % perBin === 0) bins.push(fresh(request.step, request.seconds));
     const bin = bins[bins.length - 1];

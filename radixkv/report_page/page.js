@@ -15,7 +15,8 @@ function showDetails(i) {
   }
   fact("Hits, at and below", count(nodes.hits[i]));
   fact("Tokens spared", `about ${count(nodes.spared[i])}`);
-  fact("Last use", timeOf(nodes.last_use[i]) === null ? when(nodes.last_use[i]) : `${when(nodes.last_use[i])}, step ${count(nodes.last_use[i])}`);
+  const step = nodes.last_use[i];
+  fact("Last use", timeOf(step) === null ? when(step) : `${when(step)}, step ${count(step)}`);
   fact("Below", `${plural(nodes.nodes_below[i], "node")}, ${plural(nodes.tokens_below[i] - nodes.tokens[i], "token")}`);
   parts.push(facts);
   const text = make("pre");
@@ -26,7 +27,8 @@ function showDetails(i) {
     const upper = [];
     for (let up = nodes.parent[i]; up >= 0 && !isRoot(up); up = nodes.parent[up]) upper.unshift(nodes.text[up]);
     const before = upper.join(data.has_text ? "" : " ");
-    if (before) text.append(make("span", "above", before.length > ABOVE_SHOWN ? `…${before.slice(-ABOVE_SHOWN)}` : before), data.has_text ? "" : " ");
+    const above = before.length > ABOVE_SHOWN ? `…${before.slice(-ABOVE_SHOWN)}` : before;
+    if (before) text.append(make("span", "above", above), data.has_text ? "" : " ");
     text.append(make("span", "own", nodes.text[i]));
   }
   parts.push(text);
@@ -83,8 +85,9 @@ function drawLists() {
   const manyNamespaces = new Set([...data.runs.map((run) => run.namespace), ...roots.map((i) => nodes.label[i])]).size > 1;
   gone.sort((a, b) => b.step - a.step);
   fillList(pick("gone"), gone, ({ step, run, reason, tokens }) => {
-    const amount = make("span", "", make("strong", "", count(run ? run.tokens : tokens)), (run ? run.tokens : tokens) === 1 ? " token" : " tokens");
-    if (!run) return make("li", "", make("span", "", `Everything not held: ${why[reason]}`), amount, make("span", "quiet small", when(step)));
+    const number = run ? run.tokens : tokens;
+    const amount = make("span", "", make("strong", "", count(number)), number === 1 ? " token" : " tokens");
+    if (!run) return make("li", "", `Everything not held: ${why[reason]}`, amount, make("span", "quiet small", when(step)));
     const where = manyNamespaces ? `, ${run.namespace}` : "";
     const line = `${when(step)}, from position ${count(run.start)}${where}`;
     const words = make("span", "words", oneLine(clip(run.text.trimStart(), 200)));
@@ -96,7 +99,9 @@ function drawLists() {
 
 function drawFigures() {
   const { stats } = data;
-  const figure = (value, name, className = "") => pick("figures").append(make("div", `figure ${className}`, make("b", "", value), make("span", "quiet", name)));
+  const figure = (value, name, className = "") => {
+    pick("figures").append(make("div", `figure ${className}`, make("b", "", value), make("span", "quiet", name)));
+  };
   figure(percent(stats.cached_tokens, stats.prompt_tokens), `of ${plural(stats.prompt_tokens, "prompt token")} reused`, "main");
   figure(`${brief(stats.hits)} of ${brief(stats.requests)}`, "requests reused at least half");
   figure(brief(stats.tree_tokens), `tokens cached in ${plural(data.num_nodes, "node")}`);

@@ -89,7 +89,8 @@ function rowElement(row, place) {
   if (nodes.leased[i] && !isRoot(i)) begin.append(make("span", "tag", "leased"));
   if (nodes.stale[i]) begin.append(make("span", "tag old", "stale"));
   const tokens = isRoot(i) ? nodes.tokens_below[i] : nodes.tokens[i];
-  element.append(begin, ...(isRoot(i) ? [] : [trackElement(i)]), ...numbers([["", count(tokens)], ["", count(nodes.hits[i])], ["use", when(nodes.last_use[i])]]));
+  element.append(begin, ...(isRoot(i) ? [] : [trackElement(i)]));
+  element.append(...numbers([["", count(tokens)], ["", count(nodes.hits[i])], ["use", when(nodes.last_use[i])]]));
   return element;
 }
 
