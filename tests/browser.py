@@ -18,7 +18,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)
 needs_browser = pytest.mark.skipif(FOUND is None, reason=f"no browser is installed: none of {', '.join(NAMES)} is on the PATH")
 
-# What a test asks a page in its own words: the text of an element, and a click in its middle.
+# The middle of an element, in pixels of the window.
 PLACE = "(e => { const b = e.getBoundingClientRect(); return [b.left + b.width / 2, b.top + b.height / 2] })"
 
 

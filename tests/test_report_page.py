@@ -11,7 +11,8 @@ import pytest
 
 from tests.browser import Page, browser, needs_browser
 from tests.small_cache import ask, keep, small_cache
-from tests.test_report import NASTY, Speller, Words, busy_cache, large_cache, nasty_cache
+from tests.test_report import Words, busy_cache, large_cache
+from tests.test_report_escaping import NASTY, Speller, nasty_cache
 
 pytestmark = needs_browser
 
