@@ -8,5 +8,5 @@ from setuptools import setup
 
 setup(
     packages=["radixkv", "radixkv.kernels", "radixkv.integration", "radixkv.bench", "radixkv.commands", "radixkv.demo"],
-    package_data={"radixkv": ["py.typed"], "radixkv.demo": ["documents/*.toml"]},
+    package_data={"radixkv": ["py.typed", "report_page/*"], "radixkv.demo": ["documents/*.toml"]},
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from radixkv.attention import Backend
 from radixkv.eviction import PolicyMaker
@@ -37,10 +38,13 @@ class PrefixCache(Requests):
 
     Attributes:
         tier: the second tier; None: none.
+        tokenizer: the user's to set: what `report` decodes with where none is given.
 
     Raises:
         ValueError: eviction is none of the names, pin_budget no share, or host_bytes less than a block.
     """
+
+    tokenizer: Any = None
 
     def __init__(
         self,
@@ -239,3 +243,30 @@ class PrefixCache(Requests):
 
         require_progress("load", progress)
         return load_cache(self, path, lambda: fingerprint or {}, progress)
+
+    def report(self, path: str | os.PathLike[str], *, tokenizer: Any = None, max_nodes: int = 10_000) -> Path:
+        """Write one HTML file that shows the cache as it is now: the tree, to fold and search, the pool, hits and evictions over time.
+
+        It is for the owner of the cache: all namespaces are in it, with the text of prompts. Keep it as you keep the prompts. It needs no
+        network and asks nothing of anyone, and what a prompt says stays text in it, HTML and script included. Writing it changes nothing,
+        no recency and no counter, and holds the lock only while what is shown is copied. At every moment, whatever is killed, the whole
+        old file or the whole new one stands at `path`.
+
+        Of the requests the last 4,096 are drawn (those with store=False are counted only), of what was evicted the last 1,024 calls, and
+        the last 1,024 runs of evicted tokens of nodes that are gone and as many of those that were shortened.
+
+        Args:
+            path: the file to write; its folder exists.
+            tokenizer: anything with `decode(ids)`, to show tokens as text; None takes the attribute `tokenizer`, and without one shows ids.
+            max_nodes: how many nodes are shown, those with the most tokens at and below them; the rest is counted.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: it could not be written; the old file is as it was.
+            ValueError: max_nodes is not an int of at least 1, or tokenizer decodes nothing.
+        """
+        from radixkv.report import write_report
+
+        return write_report(self, path, self.tokenizer if tokenizer is None else tokenizer, max_nodes)

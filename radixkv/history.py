@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from time import time
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -38,6 +39,21 @@ class EvictedRun(NamedTuple):
     head: bytes
 
 
+class GivenUp(NamedTuple):
+    """One call that gave something up.
+
+    Attributes:
+        step: its logical time, that of its `EvictedRun`s too. time_s: seconds since 1970, for who looks at it; nothing depends on it.
+        reason: see `Evicted.reason`. num_tokens, num_blocks: how much went.
+    """
+
+    step: int
+    time_s: float
+    reason: str
+    num_tokens: int
+    num_blocks: int
+
+
 class Dropped(NamedTuple):
     """Everything that nobody held was dropped at once: when, why (see `Evicted.reason`), and how many tokens."""
 
@@ -63,6 +79,7 @@ class History:
         num_insertions: calls of `insert` with at least one token. stored_tokens: tokens that they brought. evicted_tokens, evicted_blocks:
             what `evict` dropped. None of them ever goes down.
         dropped: the last time that everything was dropped; None if it never was.
+        given_up: the last NUM_RUNS calls that gave something up, each in the order of `GivenUp`.
         listener: what gets an event for everything that is stored or given up; None: none are made.
     """
 
@@ -72,6 +89,7 @@ class History:
         self.evicted_tokens = 0
         self.evicted_blocks = 0
         self.dropped: Dropped | None = None
+        self.given_up: deque[tuple[int, float, str, int, int]] = deque(maxlen=NUM_RUNS)
         self.listener: Callable[[CacheEvent], None] | None = None
         self._runs: deque[tuple[int, tuple, int, int, int, bytes]] = deque(maxlen=NUM_RUNS)
         self._trimmed: dict[Node, _Trimmed] = {}
@@ -117,11 +135,18 @@ class History:
         """What was begun is over, and so many tokens and blocks are gone."""
         if len(self._places) > NUM_RUNS:
             self._places.clear()
+        # Whatever may fail for want of memory comes before what may not be done twice, and the entry comes last of it.
+        entry = (self._step, time(), self._reason, num_tokens, num_blocks)
         if self._reason == "room":
             evicted_tokens, evicted_blocks = self.evicted_tokens + num_tokens, self.evicted_blocks + num_blocks
+            if num_tokens:
+                self.given_up.append(entry)
             self.evicted_tokens, self.evicted_blocks = evicted_tokens, evicted_blocks
         else:
-            self.dropped = Dropped(self._step, self._reason, num_tokens)
+            dropped = Dropped(self._step, self._reason, num_tokens)
+            if num_tokens:
+                self.given_up.append(entry)
+            self.dropped = dropped
             self._runs.clear()
             self._trimmed.clear()
             self._places.clear()
@@ -138,15 +163,20 @@ class History:
         """Goes on where the history of the tree before this one ended."""
         self.num_insertions, self.stored_tokens = other.num_insertions, other.stored_tokens
         self.evicted_tokens, self.evicted_blocks = other.evicted_tokens, other.evicted_blocks
-        self.dropped, self.listener = other.dropped, other.listener
+        self.dropped, self.listener, self.given_up = other.dropped, other.listener, other.given_up
+
+    def runs(self, root_key: tuple | None = None) -> list[EvictedRun]:
+        """The runs of a namespace, or of all, the oldest first."""
+        runs = [EvictedRun(*run) for run in self._runs if root_key is None or run[1] == root_key]
+        for leaf, trimmed in self._trimmed.items():
+            if root_key is None or _root_key(leaf) == root_key:
+                runs.append(_closed(leaf, trimmed))
+        runs.sort(key=lambda run: run.step)
+        return runs
 
     def lost_runs(self, root_key: tuple, key: bytes, position: int) -> list[EvictedRun]:
         """The runs that a key would have matched, the first of which holds the token at byte `position`; empty if that was not evicted."""
-        runs = [EvictedRun(*run) for run in self._runs if run[1] == root_key]
-        for leaf, trimmed in self._trimmed.items():
-            if _root_key(leaf) == root_key:
-                runs.append(_closed(leaf, trimmed))
-        runs.sort(key=lambda run: run.step)
+        runs = self.runs(root_key)
         first = next((run for run in reversed(runs) if _held(run, key, position)), None)
         if first is None:
             return []

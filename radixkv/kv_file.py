@@ -199,20 +199,21 @@ def _read_range(descriptor: int, begin: int, num_bytes: int) -> bytes:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[FileWriter]:
+def replacing(path: Path, function: str = "save") -> Iterator[FileWriter]:
     """Write a new file in the place of `path`: at every moment the whole old one or the whole new one stands there.
 
     The bytes go to a temporary name in the same folder, reach the disk, and then take the place. On an exception the temporary file is
     removed. One that a killed process left behind is removed by the next call for the same path; one that is being written is not.
+    Errors name `function`.
 
     Raises:
         OSError: the folder is missing or cannot be written, the disk is full, path is a folder; the old file is as it was.
     """
     path = Path(os.path.realpath(path))  # a link stays one, and what it points to is replaced
     if path.is_dir():
-        raise IsADirectoryError(f"save: {path} is a folder; name a file in it")
+        raise IsADirectoryError(f"{function}: {path} is a folder; name a file in it")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"save: the folder {path.parent} does not exist; create it first")
+        raise FileNotFoundError(f"{function}: the folder {path.parent} does not exist; create it first")
     _remove_leftovers(path)
     descriptor, temporary = _create_beside(path)
     try:

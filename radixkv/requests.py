@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
+from time import time
 
 import numpy as np
 import torch
@@ -169,6 +170,8 @@ class Requests(RunningRows):
                 if is_prompt and batch.counted:
                     self._counters.prompt_tokens += num_found + num_computed
                     self._counters.cached_tokens += num_found
+                    if batch.options.store:
+                        self.request_log.append((self.tree.tick(), time(), 0, num_found + num_computed, num_found))
                 with self._steps.prompt(sequences, {}) as step:
                     yield step
             except BaseException:
@@ -244,6 +247,7 @@ class Requests(RunningRows):
         counters, listener = self._counters, self.tree.history.listener
         if batch.lent is None:
             counters.lookups += len(batch.sequences)
+        log, now = self.request_log if batch.options.store else None, time()
         for sequence in batch.sequences:
             if sequence.lease is not None:
                 sequence.lease.count_hit()
@@ -253,3 +257,5 @@ class Requests(RunningRows):
             counters.hits += 2 * sequence.hit_len >= max(1, sequence.num_tokens)
             counters.prompt_tokens += sequence.num_tokens
             counters.cached_tokens += sequence.hit_len
+            if log is not None:
+                log.append((self.tree.tick(), now, 1, sequence.num_tokens, sequence.hit_len))

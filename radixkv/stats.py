@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+# How many of the last requests a cache can tell of.
+NUM_REQUESTS = 4096
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,21 @@ class CacheStats:
     def token_hit_rate(self) -> float:
         """Cached tokens per prompt token, 0 when there was none."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class LoggedPrompt(NamedTuple):
+    """What one prompt, or a further piece of one, reused.
+
+    Attributes:
+        step: the tree's logical time. time_s: seconds since 1970. num_requests: 1, or 0 for a piece that came later.
+        num_tokens: of the prompt. num_reused: those of them that were not computed for it.
+    """
+
+    step: int
+    time_s: float
+    num_requests: int
+    num_tokens: int
+    num_reused: int
 
 
 @dataclass

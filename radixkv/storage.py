@@ -20,7 +20,7 @@ from radixkv.pin import Pins
 from radixkv.pool import BlockPool
 from radixkv.rows import let_go
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
-from radixkv.stats import Counters
+from radixkv.stats import NUM_REQUESTS, Counters
 from radixkv.step_maker import StepMaker
 from radixkv.tree import Lease, RadixTree
 
@@ -48,6 +48,8 @@ class CacheStorage(Observed):
         self.tier = make_tier(pool, host_bytes)
         self._live: set[Batch] = set()
         self._counters = Counters()
+        # The last prompts, each in the order of `LoggedPrompt`; those with store=False leave no trace here either.
+        self.request_log: deque[tuple[int, float, int, int, int]] = deque(maxlen=NUM_REQUESTS)
         self.meter = PromptMeter(pool.device)
         self._weights_version = 0
         # Why calls took the model's own path so far.

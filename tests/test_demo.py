@@ -24,6 +24,7 @@ from radixkv.demo.measure import compare, count_tokens, generate
 from radixkv.demo.models import cut_model, find_weights, load_embedded, qwen2_from_llama, share_weights
 from radixkv.demo.parts import Report
 from radixkv.demo.table import Row, render_table
+from tests.test_report import read as read_report
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -236,6 +237,8 @@ def test_a_count_that_is_not_what_it_must_be_makes_a_bad_report():
         (["--document", "{folder}/binary"], "not a text file in UTF-8"),
         (["--document", "{folder}/empty"], "is empty"),
         (["--question", " "], "must not be empty"),
+        (["--report", "{folder}"], "must be a file in a folder that exists"),
+        (["--report", "{folder}/no/cache.html"], "must be a file in a folder that exists"),
         (["--device", "abacus"], "no device that PyTorch knows"),
         (["--device", "meta"], "is not supported"),
         (["--device", "cuda:99"], "is not there"),
@@ -297,11 +300,18 @@ def test_the_whole_demo_on_a_small_model(checkpoint):
     assert triton[3] == "launches: rope_store_kv 32, prefill_attention 4, decode_attention 28" and triton[4] == "2 equal"
 
 
-def test_the_whole_demo_in_bfloat16(checkpoint, capsys):
-    status = main(["demo", "--model", checkpoint, "--max-new-tokens", "3", "--dtype", "bfloat16", "--device", "cpu"])
+def test_the_whole_demo_in_bfloat16_with_a_report(checkpoint, capsys, tmp_path):
+    path = tmp_path / "cache.html"
+    arguments = ["--max-new-tokens", "3", "--dtype", "bfloat16", "--device", "cpu", "--report", str(path)]
+    status = main(["demo", "--model", checkpoint, *arguments])
     output = capsys.readouterr().out
     assert status == 0, output
-    assert "DIFFERENT" not in output
+    assert "DIFFERENT" not in output and f"wrote {path}\n" in output
+    data = read_report(path)
+    # Parts 2 and 3 one by one, part 4 as a batch, and what was run and dropped before them.
+    assert len(data["log"]) >= 6 + 12 + 12 and data["stats"]["requests"] == 12
+    assert {entry[2] for entry in data["given_up"]} == {"clear"} and data["num_nodes"] > 12
+    assert data["has_text"] and " ".join(data["nodes"]["text"]).count("assistant") >= 12
 
 
 def test_a_different_answer_is_status_1_and_named(checkpoint, capsys, monkeypatch):

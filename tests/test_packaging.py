@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import radixkv
+from radixkv.report import SCRIPTS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -27,7 +28,7 @@ LIBRARY = sorted(path for folder in (*LINKED, "radixkv", "radixkv/commands", "ra
 WITHOUT_TRITON = ("checks", "configs", "reference", "torch_items", "torch_ops", "torch_rows", "work")
 WITHOUT_TORCH = (
     *("tree", "tree_check", "node", "lease", "eviction", "eviction_queue", "token_key"),
-    *("history", "events", "explain", "tree_view", "readable", "schedule"),
+    *("history", "events", "explain", "tree_view", "readable", "report", "report_data", "schedule"),
 )
 
 
@@ -162,6 +163,7 @@ def test_a_wheel_holds_every_module_and_document(tmp_path):
         inside = path.relative_to(ROOT).as_posix()
         assert (inside if inside.startswith("radixkv/") else f"radixkv/{inside}") in names
     assert {"radixkv/py.typed", "radixkv/demo/documents/lighthouse.toml", "radixkv/demo/documents/aral_sea.toml"} <= names
+    assert {f"radixkv/report_page/{name}" for name in ("page.html", "page.css", *SCRIPTS)} <= names
     assert {name.partition("/")[0] for name in names} == {"radixkv", f"radixkv-{radixkv.__version__}.dist-info"}
 
 
@@ -181,4 +183,6 @@ def test_continuous_integration_runs_lint_and_all_tests():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
     lines = script.splitlines()
     assert {"make lint", "make test", "make test-versions"} <= set(lines)
+    install = next(line for line in lines if "apt-get install" in line)
+    assert install.endswith(" chromium") and lines.index(install) < lines.index("make test")
     assert re.search(r"-m pytest tests( -n 2 --dist loadfile)?\n", (ROOT / "Makefile").read_text())

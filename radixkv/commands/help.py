@@ -51,6 +51,7 @@ COMMANDS = {
             "demo": "the model that `make demo` installs, from the Python package index",
             "demo --model Qwen/Qwen2.5-0.5B-Instruct --dtype bfloat16": "a Qwen2 checkpoint",
             'demo --document notes.txt --question "Who is it about?" "Where is it?"': "your own text",
+            "demo --report cache.html": "and a page that shows what the cache holds in the end",
         },
     ),
     "scenarios": Command(

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=_positive, default=24, metavar="N", help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--document", metavar="FILE", help="a text file to ask about instead of the first shipped document")
     parser.add_argument("--question", nargs="+", action="extend", default=[], metavar="TEXT", help="what to ask about the first document")
+    parser.add_argument("--report", metavar="FILE", type=Path, help="write an HTML page that shows the cache at the end of part 4")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         DemoError: Something that the caller can mend.
     """
+    _check_report(options.report)
     documents = choose_documents(options.document, options.question)
     device = _choose_device(options.device)
     # Both are read once, when transformers, which imports Triton, is imported: the shipped model needs no network, and without a GPU the
@@ -72,6 +75,11 @@ def run(options: argparse.Namespace) -> int:
         parts.ask_as_one_batch(pair, shuffled, prompts, report)
     except radixkv.OutOfBlocks as error:
         raise DemoError(f"the model's cache is too small for this: {error}") from error
+    if options.report is not None:
+        try:
+            print(f"wrote {twin.radixkv.report(options.report, tokenizer=tokenizer)}")
+        except OSError as error:
+            raise DemoError(str(error)) from error
     radixkv.unpatch_model(twin)
     kernels.run_kernels(model.config, DTYPES[options.dtype], device, report)
     print("\n" + render_table(report.rows))
@@ -89,6 +97,12 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
     print(f"loading {options.model or 'SmolLM2-135M-Instruct (about 20 seconds)'}", file=sys.stderr, flush=True)
     dtype = DTYPES[options.dtype]
     return models.load_checkpoint(options.model, dtype, device) if options.model else models.load_embedded(dtype, device)
+
+
+def _check_report(path: Path | None) -> None:
+    """Refuse what could not be written before minutes are spent on it."""
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise DemoError(f"--report: {path} must be a file in a folder that exists")
 
 
 def _choose_device(name: str | None) -> torch.device:
