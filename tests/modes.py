@@ -123,7 +123,9 @@ MODES: dict[str, Mode] = {
     "no end in a criterion": Mode(ragged, {**GREEDY, "stopping_criteria": lambda _: StoppingCriteriaList([MaxTimeCriteria(1000.0)])}),
     "max_time": Mode(single, {**GREEDY, "max_time": 1000.0}),
     "max_time that is over": Mode(ragged, {**GREEDY, "max_time": 1e-9}, num_distinct=3),
-    "stop strings": Mode(ragged, {**GREEDY, "stop_strings": ["k", "q3"], "tokenizer": parts.words, "eos_token_id": EOS}, ends_early=True),
+    "stop strings": Mode(
+        ragged, {**GREEDY, "stop_strings": ["a", "e", "q3"], "tokenizer": parts.words, "eos_token_id": EOS}, ends_early=True
+    ),
     "end of sequence": Mode(ragged, {**GREEDY, "eos_token_id": ENDS}, ends_early=True),
     "end of sequence, scores and logits": Mode(ragged, {**GREEDY, **NUMBERS, "eos_token_id": ENDS}, ends_early=True),
     "pads, ends and tokens of prompts are one": Mode(

@@ -1,8 +1,8 @@
 """In half precision a patched model is as close to the unpatched one as that is to itself.
 
-The unpatched model rounds differently when a prompt is computed whole, alone, and when its first part comes from a cache. That difference
-is the noise. Teacher-forced, the patched model's logits may differ from the unpatched ones by twice as much and no more, and its
-greedy token only where the unpatched model prefers its own by less than twice the noise.
+The unpatched model rounds differently when a prompt is computed whole, alone, in chunks, and when its first part comes from a cache.
+That difference is the noise. Teacher-forced, the patched model's logits may differ from the unpatched ones by twice as much and no more,
+and its greedy token only where the unpatched model prefers its own by no more than twice the noise.
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ def runs_of(patched: Any) -> dict[str, torch.Tensor]:
 def test_teacher_forced_logits(dtype: torch.dtype, family: str) -> None:
     model: Any = tiny_model(family).to(dtype)
     whole = batch(model)
-    others = alone(model), behind_a_cache(model, lambda length: length - 1), behind_a_cache(model, lambda length: length // 2)
+    others = (
+        alone(model),
+        alone(model, prefill_chunk_size=7),
+        behind_a_cache(model, lambda length: length - 1),
+        behind_a_cache(model, lambda length: length // 2),
+    )
     noise = max((logits - whole).abs().max() for logits in others)
     if noise == 0:
         # Attention that multiplies and rounds row by row, as that which caps its scores, rounds alike however its prompt is cut. What is
@@ -90,7 +95,8 @@ def test_teacher_forced_logits(dtype: torch.dtype, family: str) -> None:
     for name, got in runs_of(model).items():
         assert (got - whole).abs().max() <= 2 * noise, name
         margin = top[..., 0] - whole.gather(-1, got.argmax(-1, keepdim=True))[..., 0]
-        assert bool((margin < 2 * noise).all()), name
+        # Noise and margins come in the steps of the dtype, so that the two may be equal.
+        assert bool((margin <= 2 * noise).all()), name
     stats = model.radixkv.stats()
     assert stats.stock_calls == 0 and stats.token_hit_rate > 0.5
 

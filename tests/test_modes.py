@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList, TextStreamer
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextStreamer
 
 import radixkv
 from tests.families import USABLE, tiny_model
@@ -65,32 +65,44 @@ def test_the_models_own_path_gives_what_unpatched_gives(empty: Pair, name: str) 
     assert (stats.requests, stats.computed_tokens, stats.blocks_free) == (0, 0, free)
     if isinstance(next(leaves(expected)), str):
         return
-    assert stats.stock_calls == (2 if mode.run is stock_loop else 1)
+    if name == "early exit":  # which asks the model for drafts too
+        assert stats.stock_calls > 1
+    else:
+        assert stats.stock_calls == (2 if mode.run is stock_loop else 1)
     if mode.run in (None, from_embeddings):
         with patched.radixkv.match_prefix([1]) as nothing, pytest.raises(ValueError, match="prefix_cache cannot be used in this call"):
             ask(patched, mode, prefix_cache=nothing)
 
 
-class Raise(LogitsProcessor):
+class Countdown:
     """Ctrl-C at a step."""
 
     def __init__(self, step: int):
         self.steps_left = step
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def tick(self) -> None:
         self.steps_left -= 1
         if self.steps_left < 0:
             raise KeyboardInterrupt("stop here")
+
+
+class RaisingProcessor(Countdown, LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tick()
         return scores
 
 
-class RaisingStreamer(TextStreamer):
+class RaisingCriterion(Countdown, StoppingCriteria):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.tick()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+class RaisingStreamer(Countdown, TextStreamer):
     """A reader that has gone away."""
 
-    def __init__(self) -> None:
-        self.steps_left = 3
-
-    put = Raise.__call__
+    def put(self, value: torch.Tensor) -> None:
+        self.tick()
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +128,7 @@ def test_an_interrupted_mode_loses_nothing(qwen2: Pair, name: str) -> None:
     for step in (0, 3):
         patched.radixkv.clear()
         with pytest.raises(KeyboardInterrupt, match="stop here"):
-            ask(patched, mode, logits_processor=LogitsProcessorList([Raise(step)]))
+            ask(patched, mode, logits_processor=LogitsProcessorList([RaisingProcessor(step)]))
         assert_whole(patched)
         assert_same(ask(patched, mode), expected, to_the_bit=False)
 
@@ -124,7 +136,7 @@ def test_an_interrupted_mode_loses_nothing(qwen2: Pair, name: str) -> None:
 @pytest.mark.parametrize("argument", ["streamer", "stopping_criteria"])
 def test_what_a_caller_brings_fails(qwen2: Pair, argument: str) -> None:
     reference, patched = qwen2
-    failing = {"streamer": RaisingStreamer(), "stopping_criteria": StoppingCriteriaList([Raise(3)])}[argument]
+    failing = {"streamer": RaisingStreamer(3), "stopping_criteria": StoppingCriteriaList([RaisingCriterion(3)])}[argument]
     with pytest.raises(KeyboardInterrupt, match="stop here"):
         ask(patched, MODES["greedy"], **{argument: failing})
     assert_whole(patched)
