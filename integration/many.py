@@ -55,14 +55,17 @@ def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOpti
     limit = MAX_BATCH_TOKENS if options.max_batch_tokens is None else options.max_batch_tokens
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
         raise ValueError(f"generate_many: max_batch_tokens must be an int of at least 1, got {limit!r}")
-    seed = int(torch.randint(2**62, ())) if options.seed is None else options.seed
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+    seed = options.seed
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
         raise ValueError(f"generate_many: seed must be an int of at least 0, got {seed!r}")
     tokenizer = cache.tokenizer if options.tokenizer is None else options.tokenizer
     given = require_prompts(prompts, tokenizer)
     if options.on_result is not None and not callable(options.on_result):
         raise ValueError(f"generate_many: on_result must be a function of a number and an answer, got {type(options.on_result).__name__}")
     settings = read_settings(model, options.generation_config, options.max_new_tokens)
+    if seed is None:
+        # Greedy answers take no random numbers, from torch's generator neither.
+        seed = int(torch.randint(2**62, ())) if settings.do_sample else 0
     sampler, stopping = Sampler(settings, seed, model.device), Stopping(settings, tokenizer)
     cache.follow(model)
     bar = progress_bar("generate_many", len(given), options.progress, unit="prompt")

@@ -49,6 +49,14 @@ def patched():
     assert model.radixkv.stats().blocks_leased == 0
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """The demo's real model, unpatched and in float32, and its tokenizer."""
+    from radixkv.demo.models import load_embedded
+
+    return load_embedded(torch.float32, torch.device("cpu"))
+
+
 @pytest.fixture
 def ids():
     """Fresh block ids."""

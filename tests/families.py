@@ -16,7 +16,7 @@ COMMON = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 128,
     "intermediate_size": 256,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Mistral": ("Mistral", {"sliding_window": None}),
     "Mistral with windows": ("Mistral", {"sliding_window": 24}),
     "Gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
-    "Gemma3": ("Gemma3", GEMMA),
+    "Gemma3": ("Gemma3", {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
 }
 
 
@@ -57,6 +57,7 @@ def tiny_model(name: str, seed: int = 0, **settings: Any) -> PreTrainedModel:
     prefix, particular = FAMILIES[name]
     make_config: Callable[..., Any] = getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
     config = make_config(**{**COMMON, **particular, **settings})
+    config.name_or_path = name
     torch.manual_seed(seed)
     model = spread_weights(family_class(prefix)(config))
     model.generation_config.cache_implementation = None  # Gemma asks for one of its own in some releases

@@ -21,7 +21,7 @@ from radixkv.demo import models as demo_models
 from radixkv.demo.documents import build_prompts, choose_documents, shipped_documents
 from radixkv.demo.errors import DemoError
 from radixkv.demo.measure import compare, count_tokens, generate
-from radixkv.demo.models import cut_model, find_weights, load_embedded, qwen2_from_llama, share_weights
+from radixkv.demo.models import cut_model, find_weights, qwen2_from_llama, share_weights
 from radixkv.demo.parts import Report
 from radixkv.demo.table import Row, render_table
 from tests.test_report import read as read_report
@@ -69,11 +69,6 @@ def checkpoint(small_model, tokenizer, tmp_path_factory):
     small_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    return load_embedded(torch.float32, CPU)
 
 
 def test_two_documents_of_about_two_thousand_characters_with_six_questions_each():

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, StaticCache
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
 
 import radixkv
 from tests.models import counted_tokens, left_pad, new_tokens, prompt, tiny_qwen2
@@ -127,40 +127,6 @@ def test_a_patched_model_as_an_assistant(reference, patched):
         assert after.stock_calls == 0 and after.cached_tokens - before.cached_tokens >= cached
         gc.collect()
         patched.radixkv.check()
-
-
-def stock_calls(model) -> dict:
-    """Calls that take the model's own path, by what makes them; ids and mask are a left-padded batch."""
-    ids, mask = left_pad([prompt(30, 7), prompt(18, 8)])
-    return {
-        "use_cache=False": lambda m: m.generate(ids, attention_mask=mask, use_cache=False, **GREEDY),
-        "static cache": lambda m: m.generate(ids, attention_mask=mask, cache_implementation="static", **GREEDY),
-        "own dynamic cache": lambda m: m.generate(ids, attention_mask=mask, past_key_values=DynamicCache(), **GREEDY),
-        "own static cache": lambda m: m.generate(
-            ids, attention_mask=mask, past_key_values=StaticCache(config=m.config, max_cache_len=64), **GREEDY
-        ),
-        "inputs_embeds": lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(ids), attention_mask=mask, **GREEDY),
-        "hidden states": lambda m: m.generate(
-            ids, attention_mask=mask, output_hidden_states=True, return_dict_in_generate=True, **GREEDY
-        ).hidden_states[1][-1],
-        "position_ids": lambda m: m.generate(
-            ids, attention_mask=mask, position_ids=(2 * mask.cumsum(1) - 2).clamp(min=0), **GREEDY
-        ),
-        "right padding": lambda m: m.generate(ids.flip(1), attention_mask=mask.flip(1), **GREEDY),
-        "plain forward": lambda m: m(ids, attention_mask=mask).logits,
-        "own loop": lambda m: m(ids[:, -1:], past_key_values=m(ids, use_cache=True).past_key_values).logits,
-    }
-
-
-@pytest.mark.parametrize("name", stock_calls(None))
-def test_stock_path_is_bit_equal(reference, patched, name):
-    call = stock_calls(None)[name]
-    expected = call(reference)
-    assert torch.equal(call(patched), expected)
-    stats = patched.radixkv.stats()
-    assert stats.stock_calls == (2 if name == "own loop" else 1)
-    assert (stats.requests, stats.computed_tokens) == (0, 0)
-    assert stats.blocks_free == 200
 
 
 def test_training_takes_the_stock_path(patched):
