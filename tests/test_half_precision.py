@@ -8,6 +8,7 @@ and its greedy token only where the unpatched model prefers its own by no more t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,9 +74,18 @@ def runs_of(patched: Any) -> dict[str, torch.Tensor]:
     return runs
 
 
-@pytest.mark.parametrize(("dtype", "family"), [*((torch.bfloat16, family) for family in USABLE), (torch.float16, "Qwen2")], ids=str)
-def test_teacher_forced_logits(dtype: torch.dtype, family: str) -> None:
-    model: Any = tiny_model(family).to(dtype)
+# Every family on small heads, and Qwen2 with the heads of real models.
+MODELS = [
+    *(pytest.param(torch.bfloat16, partial(tiny_model, family), id=f"bf16-{family}") for family in USABLE),
+    pytest.param(torch.float16, partial(tiny_model, "Qwen2"), id="fp16-Qwen2"),
+    pytest.param(torch.bfloat16, partial(tiny_qwen2, 10, num_layers=6, heads=(12, 2, 128)), id="bf16-12-2-d128"),
+    pytest.param(torch.float16, partial(tiny_qwen2, 9, num_layers=4, heads=(8, 2, 64)), id="fp16-8-2-d64"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "make_model"), MODELS)
+def test_teacher_forced_logits(dtype: torch.dtype, make_model: Callable[[], Any]) -> None:
+    model = make_model().to(dtype)
     whole = batch(model)
     others = (
         alone(model),
