@@ -78,7 +78,7 @@ def runs_of(patched: Any) -> dict[str, torch.Tensor]:
 MODELS = [
     *(pytest.param(torch.bfloat16, partial(tiny_model, family), id=f"bf16-{family}") for family in USABLE),
     pytest.param(torch.float16, partial(tiny_model, "Qwen2"), id="fp16-Qwen2"),
-    pytest.param(torch.bfloat16, partial(tiny_qwen2, 10, num_layers=6, heads=(12, 2, 128)), id="bf16-12-2-d128"),
+    pytest.param(torch.bfloat16, partial(tiny_qwen2, 10, num_layers=3, heads=(12, 2, 128)), id="bf16-12-2-d128"),
     pytest.param(torch.float16, partial(tiny_qwen2, 9, num_layers=4, heads=(8, 2, 64)), id="fp16-8-2-d64"),
 ]
 
