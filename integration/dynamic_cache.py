@@ -28,8 +28,9 @@ def insert_dynamic(handle: ModelCache, token_ids: Any, cache: Cache, priority: i
     if len(layers) != handle.shape.num_layers or any(tuple(tensor.shape) != expected for layer in layers for tensor in layer):
         found = sorted({tuple(tensor.shape) for layer in layers for tensor in layer})
         raise ValueError(f"insert: expected {handle.shape.num_layers} layers of K and V {list(expected)}, got {len(layers)} of {found}")
-    if any((t.dtype, t.device) != (handle.shape.dtype, handle.shape.device) for layer in layers for t in layer):
-        raise ValueError(f"insert: the cache must be {handle.shape.dtype} on {handle.shape.device}")
+    for layer, device in zip(layers, handle.shape.devices, strict=True):
+        if any((t.dtype, t.device) != (handle.shape.dtype, device) for t in layer):
+            raise ValueError(f"insert: the cache must be {handle.shape.dtype} on {device}")
     for row, row_ids in enumerate(ids[:, :num_stored]):
         keys, values = ([tensor[row].transpose(0, 1) for tensor in column] for column in zip(*layers, strict=True))
         handle.insert_computed(row_ids, keys, values, priority)

@@ -188,7 +188,7 @@ class Engine:
     def _last_logits(self, step: Step) -> torch.Tensor:
         plan = step.plan
         assert isinstance(plan, Plan), "prompts have a plan of their own"
-        ends = torch.tensor([*plan.starts[1:], plan.num_tokens], device=plan.token_ids.device) - 1
+        ends = np.array([*plan.starts[1:], plan.num_tokens]) - 1
         return self._model.run(step, plan.token_ids[None], ends, MODEL_INPUTS).logits[0]
 
     # Rows -----------------------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from radixkv.integration.placement import layer_devices
+
 # Class name: what its tests cover.
 SUPPORTED = {
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5 and models distilled into them; with and without sliding windows",
@@ -33,14 +35,19 @@ _UNSUPPORTED_SETTINGS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model's attention, and where and in what type it computes."""
+    """The sizes of a model's attention, in what type it computes, and on which device in each layer."""
 
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    device: torch.device
+    devices: tuple[torch.device, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first layer, where what belongs to no layer is put."""
+        return self.devices[0]
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
@@ -48,8 +55,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 
     Raises:
         TypeError: not a model of a supported class.
-        NotImplementedError: its layers are spread over several devices, its rotary embedding depends on the sequence's length, or it is a
-            class that the installed transformers does not allow to attach to.
+        NotImplementedError: its weights lie where they cannot be computed with, see `layer_devices`; its rotary embedding depends on the
+            sequence's length; or it is a class that the installed transformers does not allow to attach to.
     """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel) or name not in SUPPORTED:
@@ -61,12 +68,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
             "install a newer release"
         )
     config = model.config
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1 or "meta" in {device.type for device in devices}:
-        raise NotImplementedError(
-            f"patch_model: all weights must lie on one device, this model's lie on {', '.join(sorted(map(str, devices)))}: "
-            "load it without device_map, or with everything on one device"
-        )
+    devices = layer_devices(model)
     for rope_type in _rope_types(config):
         if rope_type not in ROPE_TYPES:
             raise NotImplementedError(
@@ -82,7 +84,7 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         dtype=model.dtype,
-        device=devices.pop(),
+        devices=devices,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from radixkv.integration.placement import named_weights
 from radixkv.progress import progress_bar
 
 _WORDS_PER_ROW = 1024
@@ -66,11 +67,10 @@ def digest_weights(model: nn.Module, progress: bool | None = False) -> str:
         model: whose. progress: see `radixkv.progress.progress_bar`.
     """
     digest = hashlib.sha256()
-    entries = [*model.named_parameters(), *model.named_buffers()]
     sums: dict[torch.device, _RowSums] = {}
-    total = sum(tensor.nbytes for _, tensor in entries)
+    total = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
     with torch.no_grad(), progress_bar("digest of the weights", total, progress) as advance:
-        for name, tensor in sorted(entries, key=lambda entry: entry[0]):
+        for name, tensor in named_weights(model):
             advance(tensor.nbytes)
             if name.rpartition(".")[2] in ("inv_freq", "original_inv_freq"):
                 continue  # part of the facts on the rotary embedding

@@ -48,7 +48,7 @@ class ManyOptions:
 
 def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOptions) -> list[Answer]:
     """See `ModelCache.generate_many`."""
-    if model.training or torch.is_autocast_enabled(model.device.type):
+    if model.training or cache.runs_under_autocast():
         raise ValueError("generate_many: the model is in training mode or under autocast: call model.eval() first, outside of autocast")
     require_namespace("generate_many", options.namespace)
     require_progress("generate_many", options.progress)
@@ -66,7 +66,7 @@ def generate_many(model: Any, cache: ModelCache, prompts: Any, options: ManyOpti
     if seed is None:
         # Greedy answers take no random numbers, from torch's generator neither.
         seed = int(torch.randint(2**62, ())) if settings.do_sample else 0
-    sampler, stopping = Sampler(settings, seed, model.device), Stopping(settings, tokenizer)
+    sampler, stopping = Sampler(settings, seed, cache.shape.device), Stopping(settings, tokenizer)
     cache.follow(model)
     bar = progress_bar("generate_many", len(given), options.progress, unit="prompt")
     with bar as advance, Interrupts() as interrupts, torch.no_grad():

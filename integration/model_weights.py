@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from radixkv.integration.adapters import Selection, divide
+from radixkv.integration.placement import OffloadWatch, is_dispatched
 from radixkv.integration.weights import Tables, WeightsWatch, join
 
 
@@ -46,10 +47,12 @@ class ModelWeights:
         What is not one adapter's own, or not seen by the second look, changes everything.
         """
         changed = [name for name, watch in self._adapters.items() if watch.changed()] if self._adapters else []
-        base_changed, tables_changed = self._base.changed(), self._by_adapter.changed()
+        moved = self._offloaded is not None and self._offloaded.changed()
+        base_changed, tables_changed = moved or self._base.changed(), self._by_adapter.changed()
         if not (changed or base_changed or tables_changed):
             return None
-        reasons = [self._base.difference()] if base_changed else [self._adapters[name].difference() for name in changed]
+        reasons = [self._offloaded.difference()] if moved and self._offloaded is not None else []
+        reasons += [self._base.difference()] if base_changed else [self._adapters[name].difference() for name in changed]
         if tables_changed:
             entries = list(self._by_adapter.differences())
             changed += [name for _, name in entries]
@@ -65,8 +68,10 @@ class ModelWeights:
 
     def _look_at(self, model: nn.Module) -> None:
         division = divide(model)
-        self._base = WeightsWatch(division.base, read_settings=division.shared_settings)
+        self._offloaded = OffloadWatch(model) if is_dispatched(model) else None
+        tables, passing = (self._offloaded.tables, self._offloaded.passing) if self._offloaded is not None else ([], set())
+        self._base = WeightsWatch(division.base, read_settings=division.shared_settings, tables=tables, passing=passing)
         self._by_adapter = Tables(division.tables)
-        self._adapters = {name: WeightsWatch(part.modules, part.tensors) for name, part in division.adapters.items()}
+        self._adapters = {name: WeightsWatch(part.modules, part.tensors, passing=passing) for name, part in division.adapters.items()}
         self.numbers = {name: self.numbers.get(name) or next(self._unused) for name in division.adapters}
         self.selection = Selection(division, self.numbers)

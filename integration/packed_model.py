@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -32,11 +33,11 @@ class PackedModel:
     argument: str
     graphs: DecodeGraphs | None
 
-    def run(self, step: Step, token_ids: torch.Tensor, kept: torch.Tensor | int, inputs: dict[str, Any]) -> Any:
-        """The model's output for one packed step.
+    def run(self, step: Step, token_ids: torch.Tensor, kept: np.ndarray | None, inputs: dict[str, Any]) -> Any:
+        """The model's output for one packed step, its logits on the device of token_ids.
 
         Args:
-            step: what to compute. token_ids: int64 [1, T]. kept: of which packed rows logits are wanted, int64; 0: of all.
+            step: what to compute. token_ids: int64 [1, T]. kept: of which packed rows logits are wanted, int64; None: of all.
             inputs: what else the model is called with.
         """
         step.begin()
@@ -46,7 +47,8 @@ class PackedModel:
                 position_ids=step.positions[None],
                 # Every mask builder returns a 4-d mask untouched, and pool attention needs none.
                 attention_mask=torch.empty(1, 1, 1, 1, device=token_ids.device),
-                logits_to_keep=kept,
+                # An array is an index on any device; a tensor would be one on that of the first layer, where accelerate's hooks put it.
+                logits_to_keep=0 if kept is None else kept,
                 **{self.argument: StepCache(step, step.pool.num_layers), STEP_ARGUMENT: step},
                 **inputs,
             )
@@ -56,6 +58,7 @@ class PackedModel:
                 f"{step.pool.num_layers}: the model's layers were changed, or two have the same layer_idx; unpatch the model, or patch "
                 "it again"
             )
+        output.logits = output.logits.to(token_ids.device)
         return output
 
     def decode(
@@ -75,9 +78,9 @@ class PackedModel:
         capacity = None if graphs is None else graphs.rows_for(len(rows))
         with cache.decode_step(batch, rows, token_ids.tolist(), capacity) as step:
             if graphs is None:
-                output = self.run(step, token_ids[None], 0, inputs)
+                output = self.run(step, token_ids[None], None, inputs)
                 return output, output.logits[0]
             flags = f"{sorted(inputs.items())} {batch.namespace[:-2]}"
-            logits = graphs.run(step, token_ids, lambda ids: self.run(step, ids, 0, inputs).logits[0], flags)
+            logits = graphs.run(step, token_ids, lambda ids: self.run(step, ids, None, inputs).logits[0], flags)
             # Copied here, where no other thread can replay the graph, which would overwrite them.
             return CausalLMOutputWithPast(), logits[: len(rows)].clone()

@@ -77,6 +77,8 @@ def generation_forward(
         resumes = cache.resumes and not cache.begun
         columns = (_resumed if resumes else _appended)(rows, input_ids.cpu().numpy(), mask, keep, cache.mask_width)
         is_prompt = not (cache.begun and cache.is_draft_checked)
+        if lease is not None and (cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width):
+            _require_lease_length(rows, columns, lease)
         output = _prompt(model, call, rows, argument, columns, lease, is_prompt, input_ids.device, inputs)
     cache.begun = True
     output[argument] = cache
@@ -111,6 +113,14 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
             output = _prompt(model, call, rows, argument, columns, None, True, input_ids.device, inputs)
     output[argument] = rows
     return output.to_tuple() if as_tuple else output
+
+
+def _require_lease_length(rows: PagedCache, columns: _Columns, lease: Lease) -> None:
+    """Raise ValueError if a row ends before the prefix that was chosen for it."""
+    known = rows.row_lengths or [0] * len(columns.keys)
+    for row, (length, key) in enumerate(zip(known, columns.keys, strict=True)):
+        if length + len(key) // TOKEN_BYTES < lease.length:
+            raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
 
 
 def _take_inputs(inputs: dict[str, Any], argument: str) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -225,7 +235,7 @@ def _prompt(
     if not columns.real.any():  # a chunk of pads
         rows.add_columns(columns.real)
         vocabulary = model.get_output_embeddings().weight  # type: ignore[operator]
-        return CausalLMOutputWithPast(logits=vocabulary.new_zeros(*kept.shape, len(vocabulary)))
+        return CausalLMOutputWithPast(logits=torch.zeros(*kept.shape, len(vocabulary), dtype=vocabulary.dtype, device=device))
     with rows.prompt_step(columns.keys, kept.sum(1).tolist(), lease, is_prompt=is_prompt) as (active, step):
         # The last real token of a row is its last packed row; a pad column takes some row, which is never read.
         plan = step.plan
@@ -234,10 +244,9 @@ def _prompt(
         ends[active] = [*plan.starts[1:], plan.num_tokens]
         back = kept[:, ::-1].cumsum(1)[:, ::-1]  # 1 at the last real column, 2 at the one before, ...
         packed = np.where(kept, ends[:, None] - back, 0)
-        wanted = torch.from_numpy(packed.reshape(-1)).to(device)
-        output = PackedModel(rows.configs, call, argument, None).run(step, plan.token_ids[None], wanted, inputs)
+        output = PackedModel(rows.configs, call, argument, None).run(step, plan.token_ids[None], packed.reshape(-1), inputs)
     rows.set_columns(columns.real) if columns.is_whole else rows.add_columns(columns.real)
-    output.logits = output.logits.reshape(len(kept), columns.keep, -1)
+    output.logits = output.logits.reshape(len(kept), columns.keep, -1).to(device)
     return output
 
 

@@ -16,12 +16,13 @@ from transformers.generation import GenerationMode
 from transformers.utils import ModelOutput
 
 from radixkv.integration.families import model_shape
+from radixkv.integration.following import CacheOptions
 from radixkv.integration.fused import fuse_attention, unfuse_attention
-from radixkv.integration.handle import CacheOptions, ModelCache
+from radixkv.integration.handle import ModelCache
 from radixkv.integration.packing import generation_forward, own_forward
 from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.integration.subclass import BASE_CLASS, make_subclass
-from radixkv.integration.versions import cache_argument, mask_width
+from radixkv.integration.versions import cache_argument, chunks_pass_by_calls, mask_width
 from radixkv.sequence import CallOptions
 from radixkv.token_key import require_namespace
 from radixkv.tree import Lease
@@ -255,11 +256,14 @@ def _stock_reason(
         f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in _CACHED_MODES,
         "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
         "the model runs with fewer layers than it has": model.config.num_hidden_layers != model.radixkv.shape.num_layers,
-        "what is known of the prompt is chosen by hand, and prefill_chunk_size cuts it; leave one of the two out": (
-            config.prefill_chunk_size is not None and (call.lease is not None or isinstance(given, PagedCache))
+        "prefill_chunk_size would send the tokens that the cache holds once more, in pieces; leave one of the two out": (
+            config.prefill_chunk_size is not None and isinstance(given, PagedCache)
+        ),
+        "the chunks of prefill_chunk_size are hidden by hooks on the model in this release of transformers": (
+            config.prefill_chunk_size is not None and chunks_pass_by_calls(model)
         ),
         "the model is in training mode": model.training,
-        "the model runs under autocast": torch.is_autocast_enabled(model.device.type),
+        "the model runs under autocast": model.radixkv.runs_under_autocast(),
         "adapters are named for each row": model.radixkv.names_adapters_per_row(),
     }
     if mask is not None:

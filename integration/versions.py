@@ -40,6 +40,11 @@ def columns_after_crop(crop_to: int, num_columns: int) -> int:
     return min(crop_to, num_columns)
 
 
+def chunks_pass_by_calls(model: Any) -> bool:
+    """Whether the chunks of `prefill_chunk_size` go to a model's forward of its own (that of accelerate's hooks), not to its call."""
+    return _RELEASE < (5, 0) and "forward" in vars(model)
+
+
 def mask_width(mask: Any, generation_config: Any) -> int | None:
     """How many columns generate() was told of, of which input_ids may be the last only; None if it was not told.
 

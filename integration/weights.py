@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -41,7 +41,8 @@ class WeightsWatch:
 
     Args:
         modules: what to watch, with names; not changed. Their present tensors live as long as the watch.
-        tensors: more of it, with names. read_settings: what `settings_of` is, or less.
+        tensors, tables: more of it, with names. read_settings: what `settings_of` is, or less.
+        passing: ids of tables of the modules that are not to be watched.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class WeightsWatch:
         modules: Iterable[Named],
         tensors: Iterable[tuple[str, Tensor]] = (),
         read_settings: Callable[[nn.Module], Table | None] = settings_of,
+        tables: Iterable[tuple[str, Table]] = (),
+        passing: Container[int] = (),
     ) -> None:
         modules = list(modules)
-        tables: list[tuple[str, Any]] = [(name, table) for name, module in modules for table in (module._modules, module._parameters)]
-        tables += [(name, module._buffers) for name, module in modules if module._buffers]
-        self._tables = Tables(tables)
+        own: list[tuple[str, Any]] = [(name, table) for name, module in modules for table in (module._modules, module._parameters)]
+        own += [(name, module._buffers) for name, module in modules if module._buffers]
+        self._tables = Tables([*((name, table) for name, table in own if id(table) not in passing), *tables])
         named = {id(tensor): (name, tensor) for name, tensor in [*self._tables.tensors(), *tensors]}
         self._names, self._tensors = [name for name, _ in named.values()], [tensor for _, tensor in named.values()]
         self._addresses, self._counts = self._read_addresses(), list(map(_num_writes, self._tensors))

@@ -76,14 +76,15 @@ def patch_model(
     Args:
         model: a transformers model of a supported class: Qwen2, Qwen2-MoE, Qwen3, Llama, Mistral, Gemma 2 or 3, each `...ForCausalLM`.
         num_blocks: blocks in the K/V pool, each of `block_size` tokens of all layers. None takes, on CPU, a quarter of the available
-            memory but at most 65,536 tokens, and on a GPU half of the free memory.
+            memory but at most 65,536 tokens, and on a GPU half of the free memory; of several devices the one with least room decides.
         block_size: tokens in a block, a power of two of at least 16.
         backend: "triton", "torch", or "auto" (Triton on a CUDA or ROCm device, torch elsewhere; `model.radixkv.backend.name` says which).
+            Each layer's K/V and attention are on the device that the layer computes on.
         namespace: a tuple that separates this model's prefixes from others' (a tenant, a salt); nothing crosses it.
         exact: Triton only: cut every row's keys at fixed positions, so that its attention is the same to the bit alone and in any batch,
             cached or computed. Otherwise the cuts follow the batch, which is faster and equal to rounding.
         cuda_graphs: capture decode steps and replay them, where the backend is Triton on a CUDA device. A model with hooks on its modules
-            when generate() begins is not captured.
+            when generate() begins (those of accelerate, with `device_map`, too) is not captured, nor is one on several devices.
         eviction: what goes first when blocks are wanted: "slru" (least recently used, but what was never reused before what was), "lru",
             "lfu" (least often used), "fifo" (stored first), "priority" (lowest `priority=` of `match_prefix` and `insert`), or "cost"
             (cheapest to lose: tokens, times the cost of computing one at its depth, times its expected reuse). The default is what
@@ -101,7 +102,7 @@ def patch_model(
         ImportError: transformers is not installed.
     """
     _require_transformers("patch_model")
-    from radixkv.integration.handle import CacheOptions
+    from radixkv.integration.following import CacheOptions
     from radixkv.integration.patch import patch_model as patch
 
     options = CacheOptions(num_blocks, block_size, backend, namespace, exact, cuda_graphs, eviction, pin_budget, host_bytes)

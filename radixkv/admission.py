@@ -35,7 +35,7 @@ def admit_rows(cache: CacheStorage, batch: Batch, num_logits: Seq[int], lease: L
         if lease is None:
             limit = limits[row] if batch.options.reuse else 0
             sequence.lease = _search(cache, bytes(sequence.key), limit, batch.namespace, whole_blocks)
-        elif sequence.key.startswith(lease.tokens):
+        elif sequence.key.startswith(lease.tokens[: len(sequence.key)]):  # of a prompt that comes in chunks this may be the first
             sequence.lease = lease.clone()
         else:
             raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")

@@ -55,7 +55,7 @@ class Backend:
             import_module(f"radixkv.kernels.{module}") for module in ("store", "prefill", "decode", "advance")
         )
         import_module("radixkv.kernels.compile_cache").use_writable_cache()
-        tiles, keys = import_module("radixkv.kernels.tiles"), pool.keys[0]
+        tiles, keys = import_module("radixkv.kernels.tiles"), pool.keys[pool.devices.index(pool.device)]
         self._layout = layout_for(
             pool.head_dim,
             num_heads // pool.num_kv_heads,

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from radixkv.attention import Backend
 from radixkv.eviction import PolicyMaker
 from radixkv.pin import Pin
 from radixkv.pool import BlockPool
 from radixkv.progress import require_progress
 from radixkv.requests import Requests
 from radixkv.sequence import TOKEN_BYTES
+from radixkv.spread import AnyBackend
 from radixkv.stats import CacheStats, Counters
 from radixkv.token_key import require_namespace
 from radixkv.tree import Lease, token_key
@@ -49,7 +49,7 @@ class PrefixCache(Requests):
     def __init__(
         self,
         pool: BlockPool,
-        backend: Backend,
+        backend: AnyBackend,
         namespace: tuple = (),
         eviction: str | PolicyMaker = "slru",
         pin_budget: float = 0.5,

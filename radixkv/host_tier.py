@@ -58,15 +58,16 @@ class HostTier:
             dtype=pool.dtype,
             device="cpu",
         )
-        self._is_async = pool.device.type == "cuda"
-        if self._is_async:
+        # The devices whose copies are asynchronous.
+        self._async_devices = [device for device in dict.fromkeys(pool.devices) if device.type == "cuda"]
+        if self._async_devices:
             with torch.inference_mode(False):
                 self.pool.keys = [keys.pin_memory() for keys in self.pool.keys]
                 self.pool.values = [values.pin_memory() for values in self.pool.values]
         self.tree = RadixTree(pool.block_size)
         self.stored_tokens = self.restored_tokens = 0
-        # The last copy; one that is issued on another stream waits for it.
-        self._copied: torch.cuda.Event | None = None
+        # Of each device the last copy; one that is issued on another stream waits for it.
+        self._copied: dict[torch.device, torch.cuda.Event] = {}
 
     def store(self, victims: list[Victim]) -> None:
         """Copy what is not here yet of prefixes that are being evicted; their blocks may be released afterwards.
@@ -139,17 +140,16 @@ class HostTier:
 
     def _copy(self, source: BlockPool, source_blocks: list[int], target: BlockPool, target_blocks: list[int]) -> None:
         """Copy blocks of all layers from one pool to the other. Host blocks are copied run by run, which needs no buffer between."""
-        stream = torch.cuda.current_stream(self._device_pool.device) if self._is_async else None
-        if stream is not None and self._copied is not None:
-            stream.wait_event(self._copied)
+        streams = {device: torch.cuda.current_stream(device) for device in self._async_devices}
+        for device, event in self._copied.items():
+            streams[device].wait_event(event)
         runs = list(_runs(source_blocks, target_blocks))
         for source_layers, target_layers in ((source.keys, target.keys), (source.values, target.values)):
             for source_tensor, target_tensor in zip(source_layers, target_layers, strict=True):
                 for source_first, target_first, length in runs:
                     target_run = target_tensor.narrow(0, target_first, length)
-                    target_run.copy_(source_tensor.narrow(0, source_first, length), non_blocking=self._is_async)
-        if stream is not None:
-            self._copied = stream.record_event()
+                    target_run.copy_(source_tensor.narrow(0, source_first, length), non_blocking=bool(streams))
+        self._copied = {device: stream.record_event() for device, stream in streams.items()}
 
 
 def make_tier(pool: BlockPool, host_bytes: int) -> HostTier | None:

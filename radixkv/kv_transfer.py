@@ -20,7 +20,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class _Tokens(NamedTuple):
-    """Where the K/V of tokens lies in a pool: the row of each token's first head, and the distance to the next head's, in rows."""
+    """Where the K/V of tokens lies in a layer: the row of each token's first head, and the distance to the next head's, in rows."""
 
     first_rows: Tensor
     stride: int
@@ -31,10 +31,12 @@ class _Tokens(NamedTuple):
         return (self.first_rows[begin:end, None] + heads).reshape(-1)
 
 
-def _tokens_at(pool: BlockPool, slots: np.ndarray) -> _Tokens:
+def _tokens_at(pool: BlockPool, slots: np.ndarray) -> list[_Tokens]:
+    """Where tokens lie in each layer, on its device; layers on one device share it."""
     blocks, offsets = np.divmod(slots, pool.block_size)
-    first_rows = blocks * (pool.num_kv_heads * pool.block_size) + offsets
-    return _Tokens(torch.from_numpy(first_rows).to(pool.device), pool.block_size)
+    first_rows = torch.from_numpy(blocks * (pool.num_kv_heads * pool.block_size) + offsets)
+    by_device = {device: _Tokens(first_rows.to(device), pool.block_size) for device in dict.fromkeys(pool.devices)}
+    return [by_device[device] for device in pool.devices]
 
 
 def write_pools(file: FileWriter, sources: Sequence[Source], advance: Advance) -> None:
@@ -49,9 +51,9 @@ def write_pools(file: FileWriter, sources: Sequence[Source], advance: Advance) -
         for which in range(2):
             for source, tokens in zip(sources, places, strict=True):
                 flat = (source.pool.keys, source.pool.values)[which][layer].view(-1, pool.head_dim)
-                num_tokens = len(tokens.first_rows)
+                num_tokens = len(tokens[layer].first_rows)
                 for begin in range(0, num_tokens, chunk):
-                    rows = tokens.rows(pool.num_kv_heads, begin, min(begin + chunk, num_tokens))
+                    rows = tokens[layer].rows(pool.num_kv_heads, begin, min(begin + chunk, num_tokens))
                     file.write(flat.index_select(0, rows).cpu().view(torch.uint8).numpy().data)
                     advance(len(rows) * pool.head_dim * pool.dtype.itemsize)
 
@@ -70,7 +72,7 @@ def read_pool(file: FileReader, pool: BlockPool, plan: LoadPlan, blocks: list[in
         end = int(np.searchsorted(saved_rows, saved_rows[begin] + chunk))
         runs.append((begin, end))
         begin = end
-    buffer = torch.empty(chunk * row_bytes, dtype=torch.uint8, pin_memory=pool.device.type == "cuda")
+    buffer = torch.empty(chunk * row_bytes, dtype=torch.uint8, pin_memory=any(device.type == "cuda" for device in pool.devices))
     with progress_bar("load", 2 * pool.num_layers * len(saved_rows) * row_bytes, progress) as advance:
         for layer, pair in enumerate(pool.pools):
             for name, tensor in zip((f"keys.{layer}", f"values.{layer}"), pair, strict=True):
@@ -79,9 +81,9 @@ def read_pool(file: FileReader, pool: BlockPool, plan: LoadPlan, blocks: list[in
                     first = int(saved_rows[begin])
                     data = buffer[: (int(saved_rows[end - 1]) - first + 1) * row_bytes]
                     file.read_into(data.numpy().data, name, first * row_bytes)
-                    data = data.view(pool.dtype).view(-1, pool.num_kv_heads, pool.head_dim).to(pool.device)
-                    wanted = torch.from_numpy(saved_rows[begin:end] - first).to(pool.device)
-                    rows = tokens.rows(pool.num_kv_heads, begin, end)
+                    data = data.view(pool.dtype).view(-1, pool.num_kv_heads, pool.head_dim).to(tensor.device)
+                    wanted = torch.from_numpy(saved_rows[begin:end] - first).to(tensor.device)
+                    rows = tokens[layer].rows(pool.num_kv_heads, begin, end)
                     flat.index_copy_(0, rows, data.index_select(0, wanted).view(-1, pool.head_dim))
                     advance((end - begin) * row_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 class Lease:
     """Keeps the blocks of a prefix in the tree until it is released; made by `RadixTree.lock` and `Lease.clone`.
 
-    A context manager: leaving it releases what is not yet released. A lease that is dropped unreleased comes back by
+    A context manager: leaving it releases what is not yet released, its forks too. A lease that is dropped unreleased comes back by
     itself. Releasing only hands the hold back to the tree, which takes it in at its next operation; so it is safe from
     any thread and inside the garbage collector.
 
@@ -30,7 +31,7 @@ class Lease:
 
     __slots__ = (
         "tree", "length", "namespace", "priority", "leaves_trace", "released", "_key", "_node", "_num_borrowers", "_in_with_block",
-        "__weakref__",
+        "_forks", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, tree: RadixTree, node: Node | None, key: bytes, length: int, namespace: tuple) -> None:
@@ -43,6 +44,8 @@ class Lease:
         self._node = node
         self._num_borrowers = 0
         self._in_with_block = False
+        # Weakly, so that a fork that is dropped comes back at once.
+        self._forks: tuple[weakref.ref[Lease], ...] = ()
         self.released = False
 
     @property
@@ -65,6 +68,28 @@ class Lease:
             lease = self.tree.lock_again(self._node, self._key, self.length, self.namespace)
         lease.priority, lease.leaves_trace = self.priority, self.leaves_trace
         return lease
+
+    def fork(self, num_forks: int) -> list[Lease]:
+        """Further holds on the same prefix, to continue it in so many ways; no K/V is copied.
+
+            with model.radixkv.match_prefix(prompt_ids) as prefix:
+                for fork in prefix.fork(4):
+                    output = model.generate(input_ids, prefix_cache=fork, do_sample=True)
+
+        Each is a lease like this one and released on its own. Leaving this one's `with` block releases those that are not yet.
+
+        Args:
+            num_forks: how many, at least 1.
+
+        Raises:
+            ValueError: num_forks is no int of at least 1. RuntimeError: this lease was released.
+        """
+        if type(num_forks) is not int or num_forks < 1:
+            raise ValueError(f"fork: num_forks must be an int of at least 1, got {num_forks!r}")
+        self._require_open("fork")
+        forks = [self.clone() for _ in range(num_forks)]
+        self._forks = (*(fork for fork in self._forks if fork() is not None), *map(weakref.ref, forks))
+        return forks
 
     def release(self) -> None:
         """Gives the hold back. RuntimeError when that was done before."""
@@ -98,6 +123,9 @@ class Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for fork in self._forks:
+            if (lease := fork()) is not None and not lease.released:
+                lease.release()
         if not self.released:
             self.release()
 

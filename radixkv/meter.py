@@ -23,6 +23,7 @@ class PromptMeter:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._on_cuda = device.type == "cuda"
         self._best: float | None = None
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event, int]] = deque(maxlen=_MAX_PENDING)
@@ -36,9 +37,10 @@ class PromptMeter:
             self._take(num_tokens, time.perf_counter() - started)
             return
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        stream = torch.cuda.current_stream(self._device)  # of this device, which need not be the current one
+        begin.record(stream)
         yield
-        end.record()
+        end.record(stream)
         self._pending.append((begin, end, num_tokens))
 
     def tokens_per_s(self) -> float | None:

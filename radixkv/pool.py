@@ -7,9 +7,10 @@ last reference is dropped is free again. Nothing here knows tokens.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ GPU_MEMORY_FRACTION = 0.5
 
 
 class BlockPool:
-    """Blocks of K and V for all layers of one model on one device.
+    """Blocks of K and V for all layers of one model.
 
     Args:
         num_blocks: how many blocks to reserve, at least 1.
@@ -34,9 +35,11 @@ class BlockPool:
         head_dim: elements per head.
         block_size: tokens per block, a power of two, at least 16.
         dtype: float32, float16 or bfloat16.
-        device: where the tensors live. On the CPU memory is reserved but not touched before it is written.
+        device: where the tensors live, one device for all layers or one for each. On the CPU memory is reserved but not touched before it
+            is written.
 
     Attributes:
+        device: that of the first layer. devices: of each layer its own.
         keys: per layer, [num_blocks, num_kv_heads, block_size, head_dim], zeros at first.
         values: the same shape.
 
@@ -53,7 +56,7 @@ class BlockPool:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype,
-        device: torch.device | str,
+        device: torch.device | str | Sequence[torch.device | str],
     ) -> None:
         sizes = {"num_blocks": num_blocks, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
@@ -68,16 +71,21 @@ class BlockPool:
         self.head_dim = head_dim
         self.block_size = block_size
         self.dtype = dtype
-        self.device = torch.device(device)
+        single = isinstance(device, (str, torch.device))
+        self.devices = [torch.device(device)] * num_layers if single else list(map(torch.device, device))  # type: ignore[arg-type]
+        if len(self.devices) != num_layers:
+            raise ValueError(f"BlockPool: device must be one for all {num_layers} layers or one for each, got {len(self.devices)}")
+        self.device = self.devices[0]
         shape = (num_blocks, num_kv_heads, block_size, head_dim)
         # Tensors made in inference mode could not be written in place outside of it.
         with torch.inference_mode(False):
             try:
-                self.keys = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
-                self.values = [_zeros(shape, dtype, self.device) for _ in range(num_layers)]
+                self.keys = [_zeros(shape, dtype, device) for device in self.devices]
+                self.values = [_zeros(shape, dtype, device) for device in self.devices]
             except (MemoryError, torch.OutOfMemoryError) as error:
                 gib = 2 * num_layers * math.prod(shape) * dtype.itemsize / 2**30
-                raise MemoryError(f"BlockPool: num_blocks={num_blocks} needs {gib:,.1f} GiB on {self.device}: ask for fewer") from error
+                where = ", ".join(map(str, dict.fromkeys(self.devices)))
+                raise MemoryError(f"BlockPool: num_blocks={num_blocks} needs {gib:,.1f} GiB on {where}: ask for fewer") from error
         # A stack whose top is the lowest id: a fresh pool hands out ascending runs and touches its memory from the start.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._counts = [0] * num_blocks
@@ -86,6 +94,12 @@ class BlockPool:
     def pools(self) -> list[tuple[Tensor, Tensor]]:
         """(K, V) of each layer, as `copy_blocks` takes them."""
         return list(zip(self.keys, self.values, strict=True))
+
+    def seen_from(self, device: torch.device) -> BlockPool:
+        """The same pool as the layers on one of its devices see it: `device` is that one, all else is shared."""
+        seen = copy.copy(self)
+        seen.device = device
+        return seen
 
     @property
     def num_free(self) -> int:

@@ -30,7 +30,8 @@ def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], k
         How many of the tokens need not be computed.
 
     Raises:
-        OutOfBlocks: the pool cannot hold them; the rows have the tokens all the same, `truncate_row` takes them off.
+        ValueError: a row does not begin with the tokens of the caller's lease.
+        OutOfBlocks: the pool cannot hold them. In both cases the rows have the tokens all the same, `truncate_row` takes them off.
     """
     num_found = 0
     for sequence, key, kept in zip(sequences, keys, num_logits, strict=True):
@@ -89,7 +90,7 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
 
 
 def copy_live_slots(cache: CacheStorage, copies: Seq[tuple[int, int, int]]) -> None:
-    """Copy the first slots of blocks in all layers, in one launch: (from, to, how many) of each."""
+    """Copy the first slots of blocks in all layers, in one launch for each device: (from, to, how many) of each."""
     if copies:
         src, dst, counts = (torch.tensor(column).to(cache.pool.device) for column in zip(*copies, strict=True))
         cache.backend.copy_blocks(cache.pool.pools, src, dst, counts.to(torch.int32))
@@ -171,7 +172,11 @@ def let_go(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
 def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: int) -> int:
     """Take a longer cached prefix than the row has stored, if there is one; returns by how much."""
     key = bytes(sequence.key)
-    if cache.tier is not None:
+    if batch.lent is not None:  # that prefix and no other
+        limit = min(limit, batch.lent.length)
+        if not key.startswith(batch.lent.tokens[: limit * TOKEN_BYTES]):
+            raise ValueError(f"prefix_cache: a row of input_ids does not begin with the {batch.lent.length} tokens of the lease")
+    elif cache.tier is not None:
         cache.tier.restore(cache, key, batch.namespace, limit)
     match = cache.tree.match_prefix(key, batch.namespace, limit)
     gained = match.length - sequence.num_stored

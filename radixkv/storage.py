@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import torch
 
-from radixkv.attention import Backend
 from radixkv.errors import out_of_blocks
 from radixkv.eviction import PolicyMaker
 from radixkv.host_tier import Victim, make_tier, path_of
@@ -20,8 +19,8 @@ from radixkv.pin import Pins
 from radixkv.pool import BlockPool
 from radixkv.rows import let_go
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
+from radixkv.spread import AnyBackend, make_steps
 from radixkv.stats import NUM_REQUESTS, Counters
-from radixkv.step_maker import StepMaker
 from radixkv.tree import Lease, RadixTree
 
 logger = logging.getLogger("radixkv")
@@ -34,7 +33,7 @@ class CacheStorage(Observed):
     """
 
     def __init__(
-        self, pool: BlockPool, backend: Backend, namespace: tuple, eviction: str | PolicyMaker, pin_budget: float, host_bytes: int
+        self, pool: BlockPool, backend: AnyBackend, namespace: tuple, eviction: str | PolicyMaker, pin_budget: float, host_bytes: int
     ) -> None:
         self.pool = pool
         self.backend = backend
@@ -54,7 +53,7 @@ class CacheStorage(Observed):
         self._weights_version = 0
         # Why calls took the model's own path so far.
         self._stock_reasons: set[str] = set()
-        self._steps = StepMaker(pool, backend)
+        self._steps = make_steps(pool, backend)
 
     def full_namespace(self, namespace: tuple = ()) -> tuple:
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
@@ -81,7 +80,7 @@ class CacheStorage(Observed):
             yield
             self._synchronize()
 
-    def replace_pool(self, pool: BlockPool, backend: Backend) -> None:
+    def replace_pool(self, pool: BlockPool, backend: AnyBackend) -> None:
         """Start over, empty, on another pool.
 
         Raises:
@@ -96,7 +95,7 @@ class CacheStorage(Observed):
             self.tier = tier
             self.pool, self.backend = pool, backend
             self._replace_tree(RadixTree(pool.block_size, self._eviction))
-            self._steps = StepMaker(pool, backend)
+            self._steps = make_steps(pool, backend)
             self.meter = PromptMeter(pool.device)
             self._counters.restored_before = 0
 
@@ -198,8 +197,9 @@ class CacheStorage(Observed):
             self._discard(self.returned.popleft())
 
     def _synchronize(self) -> None:
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize(self.pool.device)
+        for device in dict.fromkeys(self.pool.devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def _shrink_leases(self) -> None:
         """Let running rows hold whole blocks only: of a partly matched one they have their own copy by now."""

@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache
 
 import radixkv
@@ -163,6 +164,38 @@ def test_wrong_leases(patched):
     assert handle.stats().blocks_leased == 0
     with handle.match_prefix(ids[0]) as lease:
         assert lease.length == 40
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 30, 200])
+def test_a_prefix_and_a_prompt_in_chunks(reference, patched, chunk):
+    """Each chunk takes its part of the prefix and of nothing else; what comes after the prefix is computed."""
+    ids = prompt(100, seed=14)[None]
+    expected = reference.generate(ids, **GREEDY)
+    patched.generate(ids, **GREEDY)
+    with counted_tokens(patched) as rows, patched.radixkv.match_prefix(ids[0, :45]) as prefix:
+        assert torch.equal(patched.generate(ids, prefix_cache=prefix, prefill_chunk_size=chunk, **GREEDY), expected)
+        assert patched.radixkv.pool.num_free > 0
+    ends = [*range(chunk, 100, chunk), 100]
+    if int(transformers.__version__.split(".")[0]) < 5:  # there the last token is a chunk of its own
+        ends = [*range(chunk, 99, chunk), 99, 100]
+    wanted = [max(1, end - max(45, start)) for start, end in zip([0, *ends], ends, strict=False)]
+    assert rows[: len(wanted)] == wanted
+    assert sum(rows) == sum(wanted) + 11
+    patched.radixkv.check()
+
+
+def test_a_prefix_that_a_prompt_in_chunks_departs_from(patched):
+    ids = prompt(100, seed=15)[None]
+    patched.generate(ids, **GREEDY)
+    other = ids.clone()
+    other[0, 40] += 1
+    with patched.radixkv.match_prefix(ids[0]) as prefix:
+        for wrong in (other, ids[:, :90], other[:, :60]):
+            with pytest.raises(ValueError, match="of input_ids does not begin with the 100 tokens of the lease"):
+                patched.generate(wrong, prefix_cache=prefix, prefill_chunk_size=16, **GREEDY)
+            patched.radixkv.check()
+        assert not prefix.released
+    assert patched.radixkv.stats().blocks_leased == 0
 
 
 def test_exception_with_a_prefix(patched):

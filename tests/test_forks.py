@@ -63,6 +63,31 @@ class TestForks:
             del again
         assert rows == [1]
 
+    @pytest.mark.parametrize("length", [BLOCK * 3, BLOCK * 3 + 5])
+    def test_a_matched_prefix_is_forked(self, reference: Any, patched: Any, length: int) -> None:
+        """Each fork for one generate(), whose output may outlive the scope; K/V of the prefix is there once."""
+        prefix = prompt(length, seed=7)
+        patched.generate(prefix[None], max_new_tokens=1, do_sample=False)
+        ids = torch.cat([prefix, prompt(6, seed=8)])[None]
+        outputs = []
+        with counted_tokens(patched) as rows, patched.radixkv.match_prefix(prefix) as lease:
+            assert lease.length == length
+            free = patched.radixkv.pool.num_free
+            for number, fork in enumerate(lease.fork(4)):
+                torch.manual_seed(number)
+                arguments = {"do_sample": True, "max_new_tokens": 10}
+                output = patched.generate(ids, prefix_cache=fork, return_dict_in_generate=True, **arguments)
+                torch.manual_seed(number)
+                assert torch.equal(output.sequences, reference.generate(ids, **arguments))
+                outputs.append(output)
+            own = -(-(length + 6 + 9) // BLOCK) - length // BLOCK
+            assert free - patched.radixkv.pool.num_free == 4 * own
+            patched.radixkv.check()
+        assert sum(rows) == 4 * (6 + 9)
+        assert patched.radixkv.stats().blocks_leased > 0, "outputs hold what they were computed from"
+        for output in outputs:
+            patched.radixkv.insert(output)
+
     def test_branches_are_closed_with_their_scope(self, patched: Any) -> None:
         with pytest.raises(KeyboardInterrupt), patched.radixkv.branch(prompt(30, seed=4)) as branch:
             forks = branch.fork(2)

@@ -95,7 +95,7 @@ def test_refusals():
         radixkv.patch_model(tiny_qwen2(dtype=torch.float64))
     spread = tiny_qwen2()
     spread.lm_head.to("meta")
-    with pytest.raises(NotImplementedError, match="one device, this model's lie on cpu, meta"):
+    with pytest.raises(NotImplementedError, match="the weights lie on cpu, meta, and nothing brings them together"):
         radixkv.patch_model(spread)
 
 

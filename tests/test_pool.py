@@ -175,3 +175,16 @@ def test_default_size_is_at_least_one_block(monkeypatch):
 
 def test_available_memory_is_that_of_this_machine():
     assert 2**20 < pool_module._available_memory() < 2**50
+
+
+def test_each_layer_lies_on_its_own_device():
+    pool = make_pool(5, num_layers=3, device=["cpu", "meta", "cpu"])
+    devices = [torch.device(name) for name in ("cpu", "meta", "cpu")]
+    assert pool.devices == devices and pool.device == devices[0]
+    assert [keys.device for keys in pool.keys] == [values.device for values in pool.values] == devices
+    seen = pool.seen_from(devices[1])
+    assert (seen.device, pool.device) == (devices[1], devices[0]) and seen.keys is pool.keys
+    seen.allocate(2)
+    assert pool.num_free == 3, "one free list"
+    with pytest.raises(ValueError, match="device must be one for all 3 layers or one for each, got 2"):
+        make_pool(5, num_layers=3, device=["cpu", "meta"])

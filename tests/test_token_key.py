@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import radixkv
+from radixkv.attention import Backend
 from radixkv.pool import BlockPool
 from radixkv.token_key import TokenKey, token_key
 from radixkv.tree import RadixTree
@@ -146,7 +147,7 @@ def test_the_tree_does_not_convert_it():
 
 def test_the_cache_takes_it():
     pool = BlockPool(8, num_layers=1, num_kv_heads=1, head_dim=64, block_size=16, dtype=torch.float32, device="cpu")
-    cache = radixkv.PrefixCache(pool, radixkv.cache.Backend("torch", num_heads=1, pool=pool))
+    cache = radixkv.PrefixCache(pool, Backend("torch", num_heads=1, pool=pool))
     key = radixkv.TokenKey(range(30))
     cache.insert_computed(key, [torch.ones(30, 1, 64)], [torch.ones(30, 1, 64)])
     key.append(30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+from typing import Any
 
 import pytest
 
@@ -183,3 +184,41 @@ def test_rows_of_a_batch_may_all_be_matched_before_they_are_locked(tree, ids):
 def test_a_match_of_another_tree_is_refused(tree):
     with pytest.raises(ValueError, match="another tree"):
         tree.lock(RadixTree(BLOCK).match_prefix([1]))
+
+
+def test_forks_are_leases_of_their_own_until_the_scope_ends(tree, ids):
+    tree.insert(tokens(70), ids(70))
+    with lock(tree, tokens(70)) as lease:
+        first, second, third, *others = lease.fork(5)
+        assert all((fork.length, fork.blocks, fork.namespace) == (70, lease.blocks, lease.namespace) for fork in (first, second, third))
+        first.release()
+        with pytest.raises(RuntimeError, match="released before"):
+            first.release()
+        del others
+        lease.release()
+        assert tree.evict(99) == [] and tree.num_leased_blocks == 5, "the forks hold it without the lease"
+        with second:
+            deeper = second.fork(1)[0]
+        assert second.released and deeper.released and not third.released
+    assert third.released and tree.num_leased_blocks == 0
+    tree.check()
+    assert len(tree.evict(99)) == 5
+
+
+def test_forks_outside_of_a_scope_come_back_by_themselves(tree, ids):
+    tree.insert(tokens(40), ids(40))
+    lease = lock(tree, tokens(40))
+    forks = lease.fork(3)
+    lease.release()
+    tree.match_prefix(tokens(40))
+    assert tree.num_leased_blocks == 3
+    wrongs: list[Any] = [0, -1, 2.0, True]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="num_forks must be an int of at least 1"):
+            forks[0].fork(wrong)
+    with pytest.raises(RuntimeError, match="released before"):
+        lease.fork(2)
+    del forks
+    tree.match_prefix(tokens(40))
+    assert tree.num_leased_blocks == 0
+    tree.check()
