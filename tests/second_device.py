@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend()
+# transformers 4.57 switches autocast off around its rotary embedding.
+torch.privateuseone.get_amp_supported_dtype = lambda: [torch.float16]  # type: ignore[attr-defined]
 CPU, OTHER = torch.device("cpu"), torch.device("privateuseone", 0)
 # What moves or reads values between devices; and what takes indices from the CPU on any device.
 MOVES = {"aten::_to_copy", "aten::copy_", "aten::_local_scalar_dense"}
