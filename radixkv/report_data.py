@@ -88,7 +88,7 @@ def copy_cache(cache: PrefixCache) -> CacheCopy:
             "block_bytes": block_bytes,
             "host_blocks": 0 if cache.tier is None else cache.tier.pool.num_blocks,
             "dtype": str(pool.dtype).removeprefix("torch."),
-            "device": str(pool.device),
+            "device": ", ".join(map(str, dict.fromkeys(pool.devices))),
             "backend": cache.backend.name,
             "eviction": tree.queue.name,
         }
