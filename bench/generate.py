@@ -1,6 +1,6 @@
 """How fast many questions on few documents are answered, by everything that transformers offers and by radixkv, and what it computes.
 
-    python bench/generate.py [--repeats 3] [--zipf-repeats 1] [--max-new-tokens 16] [--models demo random] [--no-generate-batch]
+    python bench/generate.py [--repeats 3] [--cases a b c d] [--zipf-repeats 1] [--max-new-tokens 16] [--models demo random]
     python bench/generate.py --quick          # a dry run on a tiny model, in a minute
 
 All ways run in one process on the same prompts, in an order that changes from round to round; each round has documents of its own, so that
@@ -75,8 +75,10 @@ def measure(stock: Any, source: RandomDocuments | TextDocuments, options: argpar
     methods = build_methods(stock, patched, batching, options.max_new_tokens)
     lines: dict[tuple[str, str], Line] = {}
     for round_number in range(options.repeats):
-        cases = build_cases(source, round_number, num_questions=options.questions, num_zipf=options.zipf)
-        for case in cases if round_number < options.zipf_repeats else cases[:-1]:
+        for case in build_cases(source, round_number, num_questions=options.questions, num_zipf=options.zipf):
+            letter = case.name[0]
+            if letter not in options.cases or (letter == "d" and round_number >= options.zipf_repeats):
+                continue
             serving = [method for method in methods if method.serves(case)]
             runs = {}
             # Plain generate() is always among the first and never twice at the same place, like all others.
@@ -161,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Many questions on few documents, by everything that transformers offers and by radixkv.")
     parser.add_argument("--repeats", type=int, default=3, help="rounds (default: %(default)s)")
+    parser.add_argument("--cases", nargs="+", choices=tuple("abcd"), default=list("abcd"), help="which (default: all)")
     parser.add_argument("--zipf-repeats", type=int, default=1, help="how many of them have the long case d (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=16, help="of each answer (default: %(default)s)")
     parser.add_argument("--models", nargs="+", choices=("demo", "random"), default=["demo", "random"], help="which (default: both)")

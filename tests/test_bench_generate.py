@@ -30,3 +30,9 @@ def test_cases() -> None:
             assert prompt[:30] == case.documents[owner]
     assert cases[-1].num_shared == 30 * (20 - len(set(cases[-1].owners)))
     assert not set(build_cases(source, 2, num_questions=3, num_zipf=20)[-1].documents) & set(cases[-1].documents)
+
+
+def test_some_cases_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--quick", "--cases", "d"])
+    cases = {line.split(":")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("| ") and ": " in line}
+    assert cases == {"| d"}
