@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,11 +51,32 @@ def patched():
 
 
 @pytest.fixture(scope="session")
-def smollm2():
-    """The demo's real model, unpatched and in float32, and its tokenizer."""
-    from radixkv.demo.models import load_embedded
+def smollm2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's real model and its tokenizer, saved once for all processes of a test run.
 
-    return load_embedded(torch.float32, torch.device("cpu"))
+    From here they are loaded in a second, where the package's own file takes twenty.
+    """
+    from filelock import FileLock
+
+    from radixkv.demo.models import load_model
+
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "smollm2"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            unfinished = folder.with_name("smollm2-unfinished")
+            for part in load_model():
+                part.save_pretrained(unfinished)
+            unfinished.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_folder: Path):
+    """The demo's real model, unpatched and in float32, and its tokenizer."""
+    from radixkv.demo.models import load_checkpoint
+
+    return load_checkpoint(str(smollm2_folder), torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture

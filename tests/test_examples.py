@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.demo.models import load_model
 from tests.test_docs import PAGES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,23 +19,12 @@ EXAMPLES = {path.stem: path for path in sorted((ROOT / "examples").glob("*.py"))
 REUSED = re.compile(r"([\d,]+) of ([\d,]+) (?:prompt )?tokens reused, ")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """The demo's model as a folder for --model: loaded from there in a second, where the package's own file takes twenty."""
-    model, tokenizer = load_model()
-    folder = tmp_path_factory.mktemp("smollm2")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    yield str(folder)
-    shutil.rmtree(folder)
-
-
 @pytest.fixture
-def run(checkpoint, capsys):
+def run(smollm2_folder, capsys):
     """Call an example's main() with those words; what it printed."""
 
     def run(name: str, *words: str) -> str:
-        runpy.run_path(str(EXAMPLES[name]), run_name="example")["main"](["--model", checkpoint, *words])
+        runpy.run_path(str(EXAMPLES[name]), run_name="example")["main"](["--model", str(smollm2_folder), *words])
         return capsys.readouterr().out
 
     return run
@@ -96,9 +83,9 @@ def test_a_loop_of_ones_own_forks_and_stores(run):
     assert reused(printed) == [(16, 17)]
 
 
-def test_a_few_shot_evaluation_as_a_user_runs_it(tmp_path):
-    """As a program of its own, and on the model that it takes by itself."""
-    command = [sys.executable, str(EXAMPLES["few_shot_eval"]), "--queries", "6"]
+def test_a_few_shot_evaluation_as_a_user_runs_it(smollm2_folder, tmp_path):
+    """As a program of its own. (The model that it takes by itself is this one: `load_model()` has made the folder.)"""
+    command = [sys.executable, str(EXAMPLES["few_shot_eval"]), "--model", str(smollm2_folder), "--queries", "6"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(torch.get_num_threads())}
     result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
