@@ -35,18 +35,13 @@ def summary_of(summaries: Iterable[Summary], scenario: str, method: str) -> Summ
 
 def warm_ratio(rows: Iterable[Row], summary: Summary) -> float | None:
     """The summary's ratio of warm requests to the first token, or None where radixkv did not have both cold and warm ones."""
-    kinds = {is_warm(row) for row in rows_of(rows, summary.scenario, OURS)}
+    kinds = {row.is_warm for row in rows_of(rows, summary.scenario, OURS)}
     return summary.warm_prefill_ratio if len(kinds) == 2 else None
-
-
-def is_warm(row: Row) -> bool:
-    """Whether at least half of the prompt was reused."""
-    return 2 * row.reused_tokens >= row.prompt_tokens
 
 
 def median_wait(rows: Iterable[Row], *, warm: bool) -> float | None:
     """Median seconds to the first token of the warm rows, or of the cold ones; None without any."""
-    seconds = [row.first_token_seconds for row in rows if is_warm(row) is warm]
+    seconds = [row.first_token_seconds for row in rows if row.is_warm is warm]
     return statistics.median(seconds) if seconds else None
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from radixkv.bench.figure_numbers import hit_rates, is_warm, median_wait, rows_of, summary_of, total_tokens, warm_ratio
+from radixkv.bench.figure_numbers import hit_rates, median_wait, rows_of, summary_of, total_tokens, warm_ratio
 from radixkv.bench.figure_style import (
     GAP,
     LEFT,
@@ -112,7 +112,7 @@ def draw_points(axes: Axes, theme: Theme, method: str, rows: Sequence[Row], shif
         axes.plot(places, seconds, color=color, linewidth=1.6 if is_ours else 1.0, alpha=0.9 if is_ours else 0.5, zorder=front + 2)
     size = (5.5 if is_ours else 4.5) if len(rows) <= 40 else 3.2
     for warm in (False, True):
-        chosen = [row for row in rows if is_warm(row) is warm]
+        chosen = [row for row in rows if row.is_warm is warm]
         axes.plot(
             [row.arrival + shift for row in chosen],
             [row.first_token_seconds for row in chosen],

@@ -28,7 +28,7 @@ from radixkv.bench.figure_long import draw_long, long_title  # noqa: E402
 from radixkv.bench.figure_overview import draw_overview, overview_title  # noqa: E402
 from radixkv.bench.figure_panels import draw_scenario, scenario_title  # noqa: E402
 from radixkv.bench.figure_style import GAP, SETTINGS, THEMES, Theme, save  # noqa: E402
-from radixkv.bench.scenario_results import LONG, METHODS, TITLES, Row, read_rows, summarise  # noqa: E402
+from radixkv.bench.scenario_results import LONG, METHODS, TITLES, Row, provenance_path, read_rows, summarise  # noqa: E402
 
 FACTS = ("processor", "cores", "threads", "model", "dtype", "size", "torch", "transformers", "radixkv", "commit", "started")
 
@@ -90,11 +90,6 @@ def read_facts(csv_path: Path) -> dict[str, Any]:
     if missing:
         raise ValueError(f"read_facts: {place} lacks {', '.join(missing)}: measure again with bench/scenarios.py --csv")
     return facts
-
-
-def provenance_path(csv_path: Path) -> Path:
-    """Where the provenance of a CSV lies."""
-    return csv_path.with_name(f"{csv_path.stem}.provenance.json")
 
 
 def describe_inputs(csv_path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What bench/scenarios.py has measured: rows of a CSV file, and the report that is drawn from them alone."""
+"""What bench/scenarios.py has measured: rows of a CSV file, and the sums and ratios that its report and its figures show."""
 
 from __future__ import annotations
 
@@ -61,10 +61,20 @@ class Row:
     new_tokens: int
     equal: bool | None
 
+    @property
+    def is_warm(self) -> bool:
+        """Whether at least half of the prompt was reused."""
+        return 2 * self.reused_tokens >= self.prompt_tokens
+
 
 COLUMNS = tuple(field.name for field in fields(Row))
 INTEGERS = ("round", "request", "arrival", "prompt_tokens", "computed_tokens", "reused_tokens", "new_tokens")
 EQUAL = {"yes": True, "no": False, "": None}
+
+
+def provenance_path(csv_path: Path) -> Path:
+    """Where the facts about the runs that wrote a CSV file lie."""
+    return csv_path.with_name(f"{csv_path.stem}.provenance.json")
 
 
 def append_row(path: Path, row: Row) -> None:
@@ -168,7 +178,7 @@ def summarise(rows: Sequence[Row]) -> list[Summary]:
             if row.scenario == scenario:
                 by_method.setdefault(row.method, {})[row.round, row.request] = row
         plain, ours = by_method.get(PLAIN, {}), by_method.get(OURS, {})
-        warm = {key for key, row in ours.items() if 2 * row.reused_tokens >= row.prompt_tokens}
+        warm = {key for key, row in ours.items() if row.is_warm}
         for method in LONG_METHODS if scenario in LONG else METHODS:
             pairs = {key: (plain[key], row) for key, row in by_method.get(method, {}).items() if key in plain}
             if pairs:

@@ -35,14 +35,13 @@ from tqdm.auto import tqdm  # noqa: E402
 
 import radixkv  # noqa: E402
 from radixkv.bench.models import random_qwen2  # noqa: E402
+from radixkv.bench.processor import processor_name  # noqa: E402
 from radixkv.bench.scenario_cases import BUILDERS, FULL, QUICK, Request, Scenario, Sizes, Tokens, build_scenario  # noqa: E402
 from radixkv.bench.scenario_methods import Answered, build_methods  # noqa: E402
 from radixkv.bench.scenario_report import render  # noqa: E402
-from radixkv.bench.scenario_results import BATCH, PLAIN, Row, append_row, read_rows  # noqa: E402
+from radixkv.bench.scenario_results import BATCH, PLAIN, Row, append_row, provenance_path, read_rows  # noqa: E402
 from radixkv.demo.errors import DemoError  # noqa: E402
 from radixkv.demo.models import load_embedded  # noqa: E402
-
-__all__ = ["add_options", "main", "measure", "read_rows", "render", "run"]
 
 NUM_POOL_TOKENS = 32768
 
@@ -182,7 +181,7 @@ def _facts(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     """Where, when and with what this is measured."""
     return {
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
@@ -210,7 +209,7 @@ def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
     """
     if path is None:
         return
-    place = path.with_name(f"{path.stem}.provenance.json")
+    place = provenance_path(path)
     before = json.loads(place.read_text(encoding="utf-8")) if place.exists() else None
     earlier = before.pop("earlier_runs", []) if before else []
     if before and any(before[name] != facts[name] for name in ("size", "seed")):
@@ -219,15 +218,6 @@ def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
     if before and before["started"] != facts["started"]:
         earlier = [*earlier, before]
     place.write_text(json.dumps({**facts, "earlier_runs": earlier}, indent=2) + "\n", encoding="utf-8")
-
-
-def _processor() -> str:
-    """The processor's name, where Linux tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _commit() -> str | None:
@@ -241,7 +231,7 @@ def _commit() -> str | None:
 
 def _describe(facts: dict[str, Any]) -> str:
     return (
-        f"{facts['processor'] or facts['machine']}, {facts['cores']} cores, {facts['threads']} threads, load {facts['load_start']:.1f} to "
+        f"{facts['processor']}, {facts['cores']} cores, {facts['threads']} threads, load {facts['load_start']:.1f} to "
         f"{facts['load_end']:.1f}; Python {facts['python']}, torch {facts['torch']}, transformers {facts['transformers']}, radixkv "
         f"{facts['radixkv']}; {facts['model']}, {facts['dtype']}, {facts['size']} size, seed {facts['seed']}; {facts['started']} to "
         f"{facts['finished']}"

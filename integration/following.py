@@ -103,12 +103,11 @@ class FollowingCache(PrefixCache):
     def describe(self) -> str:
         """The choices that were made at patch time, and why, in one line."""
         pool = self.pool
-        num_bytes = 2 * sum(keys.nbytes for keys in pool.keys)
         why = "as asked" if self.options.num_blocks is not None else describe_default(pool.device)
         captures = "captured" if self.graphs is not None else f"not captured ({self._why_not_captured(self.shape)})"
         return (
             f"backend {self.backend.name} ({self._backend_reason}); {pool.num_blocks} blocks of {pool.block_size} tokens, "
-            f"{num_bytes / 2**30:.2f} GiB ({why}); eviction {self.options.eviction}; decode steps {captures}"
+            f"{pool.num_blocks * pool.block_bytes / 2**30:.2f} GiB ({why}); eviction {self.options.eviction}; decode steps {captures}"
         )
 
     def match_prefix(self, token_ids: Any, namespace: tuple = (), priority: int | None = None) -> Lease:

@@ -43,14 +43,13 @@ class HostTier:
     """
 
     def __init__(self, pool: BlockPool, max_bytes: int):
-        block_bytes = 2 * pool.num_layers * pool.num_kv_heads * pool.head_dim * pool.block_size * pool.dtype.itemsize
-        if type(max_bytes) is not int or max_bytes < block_bytes:
+        if type(max_bytes) is not int or max_bytes < pool.block_bytes:
             raise ValueError(
-                f"host_bytes must be an int of at least one block of all layers, {block_bytes} bytes, or 0 for none, got {max_bytes!r}"
+                f"host_bytes must be an int of at least one block of all layers, {pool.block_bytes} bytes, or 0 for none, got {max_bytes!r}"
             )
         self._device_pool = pool
         self.pool = BlockPool(
-            max_bytes // block_bytes,
+            max_bytes // pool.block_bytes,
             num_layers=pool.num_layers,
             num_kv_heads=pool.num_kv_heads,
             head_dim=pool.head_dim,

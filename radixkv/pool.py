@@ -95,6 +95,11 @@ class BlockPool:
         """(K, V) of each layer, as `copy_blocks` takes them."""
         return list(zip(self.keys, self.values, strict=True))
 
+    @property
+    def block_bytes(self) -> int:
+        """What one block takes, K and V of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.block_size * self.dtype.itemsize
+
     def seen_from(self, device: torch.device) -> BlockPool:
         """The same pool as the layers on one of its devices see it: `device` is that one, all else is shared."""
         seen = copy.copy(self)

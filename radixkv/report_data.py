@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from time import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -81,11 +81,10 @@ def copy_cache(cache: PrefixCache) -> CacheCopy:
         roots = {
             place[root]: (namespace_of(root.namespace_key), tree.is_stale(root)) for root in nodes if isinstance(root, Root)
         }
-        block_bytes = 2 * pool.num_layers * pool.num_kv_heads * pool.head_dim * pool.block_size * pool.dtype.itemsize
         facts = {
             "block_size": pool.block_size,
             "num_blocks": pool.num_blocks,
-            "block_bytes": block_bytes,
+            "block_bytes": pool.block_bytes,
             "host_blocks": 0 if cache.tier is None else cache.tier.pool.num_blocks,
             "dtype": str(pool.dtype).removeprefix("torch."),
             "device": ", ".join(map(str, dict.fromkeys(pool.devices))),
@@ -231,12 +230,8 @@ def _shower(tokenizer: Any) -> Shower:
 
 
 def _printable(text: str, max_characters: int) -> str:
-    return "\n".join(as_text(line, max_characters) for line in _lines(text[:max_characters]))
-
-
-def _lines(text: str) -> Iterable[str]:
     # Not splitlines(), which takes characters for line ends that a browser does not.
-    return text.split("\n")
+    return "\n".join(as_text(line, max_characters) for line in text[:max_characters].split("\n"))
 
 
 def _ids(key: bytes, num_tokens: int) -> list[int]:

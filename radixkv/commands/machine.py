@@ -6,9 +6,9 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from radixkv.bench.processor import processor_name
 from radixkv.commands.findings import Finding
 from radixkv.commands.packages import can_import, project
 
@@ -36,7 +36,7 @@ def look_at_system() -> Iterator[Finding]:
     """Operating system, processor and memory."""
     yield Finding("machine", "system", "ok", platform.platform())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding("machine", "cpu", "ok", f"{_cpu_name()}, {cores} of {os.cpu_count()} cores for this process")
+    yield Finding("machine", "cpu", "ok", f"{processor_name()}, {cores} of {os.cpu_count()} cores for this process")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("machine", "memory", "ok", f"{total / 2**30:.1f} GiB")
 
@@ -86,12 +86,3 @@ def best_device() -> torch.device:
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
