@@ -117,7 +117,7 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
 
 def _require_lease_length(rows: PagedCache, columns: _Columns, lease: Lease) -> None:
     """Raise ValueError if a row ends before the prefix that was chosen for it."""
-    known = rows.row_lengths or [0] * len(columns.keys)
+    known = rows.row_lens or [0] * len(columns.keys)
     for row, (length, key) in enumerate(zip(known, columns.keys, strict=True)):
         if length + len(key) // TOKEN_BYTES < lease.length:
             raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
@@ -153,7 +153,7 @@ def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep
         raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, got {num_rows}")
     real = _real_columns(mask, ids.shape, rows.num_columns + num_new)
     keys = [token_key(row[row_real]) for row, row_real in zip(ids, real, strict=True)]
-    known = rows.row_lengths or [0] * num_rows
+    known = rows.row_lens or [0] * num_rows
     empty = [row for row in range(num_rows) if not keys[row] and not known[row]]
     if empty and (width is None or rows.num_columns + num_new >= width):
         raise ValueError(f"input_ids: row {empty[0]} holds no token, its attention_mask is all zeros")

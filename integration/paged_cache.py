@@ -81,7 +81,7 @@ class PagedCache(BaseCache):
         return self.batch is not None and not self.batch.closed
 
     @property
-    def row_lengths(self) -> list[int]:
+    def row_lens(self) -> list[int]:
         """Tokens of each row."""
         return [] if self.batch is None else [row.num_stored for row in self.batch.sequences]
 

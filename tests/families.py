@@ -10,7 +10,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from radixkv.bench.models import spread_weights
-from tests.models import BOS, EOS, PAD, VOCAB_SIZE
+from tests.models import BOS, EOS, PAD, TRANSFORMERS_MAJOR, VOCAB_SIZE
 
 COMMON = {
     "vocab_size": VOCAB_SIZE,
@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # Its attention can be replaced from transformers 5 on.
-USABLE = [name for name in FAMILIES if name != "Qwen2-MoE" or int(transformers.__version__.split(".")[0]) >= 5]
+USABLE = [name for name in FAMILIES if name != "Qwen2-MoE" or TRANSFORMERS_MAJOR >= 5]
 
 
 def family_class(prefix: str) -> type[PreTrainedModel]:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from radixkv.bench.models import spread_weights
 
+TRANSFORMERS_MAJOR = int(transformers.__version__.split(".")[0])
 VOCAB_SIZE = 997
 PAD, BOS, EOS = 0, 1, 2
 
