@@ -148,7 +148,8 @@ def test_an_installed_package_knows_the_same_requirements_as_a_checkout(monkeypa
     assert installed[0] == in_checkout[0] and [extra for extra, _ in installed[1]] == [extra for extra, _ in in_checkout[1]]
     by_name = {need.requirement.name: need for need in packages.needs()}
     assert {name for name, need in by_name.items() if need.is_needed} == NEEDED
-    assert by_name["gguf"].extras == ("demo",) and by_name["accelerate"].extras == ("demo", "test") and by_name["transformers"].extras == ("hf", "demo")
+    assert by_name["gguf"].extras == ("demo",)
+    assert by_name["accelerate"].extras == ("demo", "test") and by_name["transformers"].extras == ("hf", "demo")
 
 
 def test_python_out_of_range(monkeypatch):
