@@ -21,8 +21,9 @@ from radixkv.integration.fused import fuse_attention, unfuse_attention
 from radixkv.integration.handle import ModelCache
 from radixkv.integration.packing import generation_forward, own_forward
 from radixkv.integration.paged_cache import GenerationCache, PagedCache
+from radixkv.integration.stock_path import ROW_MODES, stock_reason
 from radixkv.integration.subclass import BASE_CLASS, make_subclass
-from radixkv.integration.versions import cache_argument, chunks_pass_by_calls, mask_width
+from radixkv.integration.versions import cache_argument, mask_width
 from radixkv.sequence import CallOptions
 from radixkv.token_key import require_namespace
 from radixkv.tree import Lease
@@ -125,24 +126,25 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
             return criteria
         return _WatchedCriteria(criteria, current.cache)
 
-    def deep_copy(self, memo):
-        copied = self.__class__.__new__(self.__class__)
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if copied.radixkv.backend.name == "triton":
-            fuse_attention(copied)
-        copied.radixkv.follow(copied)
-        return copied
-
     members = {
         "__call__": call,
-        "__deepcopy__": deep_copy,
+        "__deepcopy__": _deep_copy,
         "forward": forward,
         "generate": generate,
         "_prepare_cache_for_generation": prepare_cache,
         "_get_stopping_criteria": stopping_criteria,
     }
     return make_subclass(base, members)
+
+
+def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
+    copied = model.__class__.__new__(model.__class__)
+    memo[id(model)] = copied
+    copied.__dict__.update(copy.deepcopy(model.__dict__, memo))
+    if copied.radixkv.backend.name == "triton":
+        fuse_attention(copied)
+    copied.radixkv.follow(copied)
+    return copied
 
 
 def _call_options(lease: Lease | None, namespace: tuple | None, reuse: bool, store: bool) -> CallOptions | None:
@@ -200,7 +202,7 @@ def _cache_for(
         raise RuntimeError("radixkv: generate() of a patched model was entered without its wrapper: call model.generate()")
     call.decided = True
     given = model_kwargs.get(argument)
-    reason = _stock_reason(call, model, config, model_kwargs, given, mode)
+    reason = stock_reason(model, config, mode, given, call.positions, model_kwargs)
     if reason is not None:
         asked = "prefix_cache" if call.lease is not None else "a PagedCache" if isinstance(given, PagedCache) else None
         if asked is not None:
@@ -215,15 +217,11 @@ def _cache_for(
     call.cache = GenerationCache(
         rows,
         # With scores or logits returned, those of finished rows are part of the result. Beams end by rules of their own.
-        skips_finished=mode in _ROW_MODES and not (config.output_scores or config.output_logits),
+        skips_finished=mode in ROW_MODES and not (config.output_scores or config.output_logits),
         is_draft_checked=checked,
         mask_width=mask_width(model_kwargs.get("attention_mask"), config),
     )
     return call.cache
-
-
-_ROW_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_CACHED_MODES = (*_ROW_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE, GenerationMode.ASSISTED_GENERATION)
 
 
 def _usable_rows(call: _Call, model: Any, given: PagedCache) -> PagedCache:
@@ -237,57 +235,6 @@ def _usable_rows(call: _Call, model: Any, given: PagedCache) -> PagedCache:
     if call.options is not None and given.options.reuse and not call.options.reuse:
         raise ValueError("reuse=False does not go with a PagedCache that may reuse: make it with new_cache(reuse=False), or leave it out")
     return given
-
-
-def _stock_reason(
-    call: _Call, model: Any, config: GenerationConfig, model_kwargs: dict[str, Any], given: Any, mode: GenerationMode
-) -> str | None:
-    """Why the model's own path must run, None when it need not."""
-    mask = model_kwargs.get("attention_mask")
-    implementation = config.cache_implementation
-    reasons = {
-        "use_cache=False": not config.use_cache,
-        "a cache was given": given is not None and not isinstance(given, PagedCache),
-        # Assisted decoding asks for the kind that radixkv is in any case.
-        "cache_implementation is set": implementation is not None and not (config.is_assistant and implementation == "dynamic_full"),
-        "inputs_embeds were given": model_kwargs.get("inputs_embeds") is not None,
-        "position_ids were given that do not count tokens from 0": not _counts_tokens(call.positions, mask),
-        "attentions or hidden states are asked for": bool(config.output_attentions or config.output_hidden_states),
-        f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in _CACHED_MODES,
-        "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
-        "the model runs with fewer layers than it has": model.config.num_hidden_layers != model.radixkv.shape.num_layers,
-        "prefill_chunk_size would send the tokens that the cache holds once more, in pieces; leave one of the two out": (
-            config.prefill_chunk_size is not None and isinstance(given, PagedCache)
-        ),
-        "the chunks of prefill_chunk_size are hidden by hooks on the model in this release of transformers": (
-            config.prefill_chunk_size is not None and chunks_pass_by_calls(model)
-        ),
-        "the model is in training mode": model.training,
-        "the model runs under autocast": model.radixkv.runs_under_autocast(),
-        "adapters are named for each row": model.radixkv.names_adapters_per_row(),
-    }
-    if mask is not None:
-        real = mask != 0
-        windowed = getattr(model.config, "sliding_window", None) is not None
-        reasons |= {
-            "the batch is padded on the right": not bool(real[:, -1].all()),
-            "the attention mask holds more than 0 and 1": bool((real & (mask != 1)).any()),
-            # A window counts columns; without the holes' columns it would reach further.
-            "the attention mask has holes, and the model a sliding window": windowed and bool((real[:, :-1] & ~real[:, 1:]).any()),
-        }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _counts_tokens(positions: torch.Tensor | None, mask: torch.Tensor | None) -> bool:
-    """Whether positions [rows, columns] are those that tokens have by their order. An assistant's generate() is given them."""
-    if positions is None:
-        return True
-    if mask is None:
-        return bool((positions == torch.arange(positions.shape[-1], device=positions.device)).all())
-    if positions.ndim != 2 or positions.shape[1] > mask.shape[1]:
-        return False
-    expected = (mask != 0).cumsum(1)[:, -positions.shape[1] :] - 1
-    return bool(((positions == expected) | (mask[:, -positions.shape[1] :] == 0)).all())
 
 
 def _given_cache(kwargs: dict[str, Any], argument: str) -> Any:
