@@ -21,7 +21,7 @@ from radixkv.integration.model_weights import Change, ModelWeights
 from radixkv.pin import Pin, Pins
 from radixkv.pool import BlockPool, default_num_blocks, describe_default, require_block_size
 from radixkv.sequence import Batch
-from radixkv.spread import AnyBackend, make_backend
+from radixkv.several_devices import AnyBackend, make_backend
 from radixkv.token_key import namespace_of
 from radixkv.tree import Lease
 

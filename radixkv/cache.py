@@ -13,7 +13,7 @@ from radixkv.pool import BlockPool
 from radixkv.progress import require_progress
 from radixkv.requests import Requests
 from radixkv.sequence import TOKEN_BYTES
-from radixkv.spread import AnyBackend
+from radixkv.several_devices import AnyBackend
 from radixkv.stats import CacheStats, Counters
 from radixkv.token_key import require_namespace
 from radixkv.tree import Lease, token_key

@@ -19,7 +19,7 @@ from radixkv.pin import Pins
 from radixkv.pool import BlockPool
 from radixkv.rows import let_go
 from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
-from radixkv.spread import AnyBackend, make_steps
+from radixkv.several_devices import AnyBackend, make_steps
 from radixkv.stats import NUM_REQUESTS, Counters
 from radixkv.tree import Lease, RadixTree
 

@@ -229,9 +229,9 @@ CHECKS = (
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """What came of each check in tests/spread_worker.py."""
+    """What came of each check in tests/several_devices_worker.py."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "tests/spread_worker.py"]
+    command = [sys.executable, "tests/several_devices_worker.py"]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])

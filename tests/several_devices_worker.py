@@ -1,6 +1,6 @@
 """Checks of a model whose layers lie on two devices, in a process of their own because they set up the second one.
 
-Run as `python tests/spread_worker.py`; prints what came of each check as JSON, "" for a success.
+Run as `python tests/several_devices_worker.py`; prints what came of each check as JSON, "" for a success.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 
 import radixkv
-from radixkv.spread import SpreadStep
+from radixkv.several_devices import SpreadStep
 from tests.models import left_pad, new_tokens, prompt, tiny_qwen2
 from tests.second_device import CPU, OTHER, Elsewhere, second_device
 
