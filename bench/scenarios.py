@@ -184,7 +184,7 @@ def _facts(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
