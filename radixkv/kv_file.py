@@ -207,11 +207,15 @@ def replacing(path: Path, function: str = "save") -> Iterator[FileWriter]:
     Errors name `function`.
 
     Raises:
-        OSError: the folder is missing or cannot be written, the disk is full, path is a folder; the old file is as it was.
+        OSError: the folder is missing or cannot be written, the disk is full, path is a folder, a device or a pipe; the old file is as it
+            was.
     """
     path = Path(os.path.realpath(path))  # a link stays one, and what it points to is replaced
     if path.is_dir():
         raise IsADirectoryError(f"{function}: {path} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        # Root may do it: /dev/null would be a file of that content from then on, for all programs.
+        raise OSError(f"{function}: {path} is a device or a pipe, which a file would take the place of; name a file")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{function}: the folder {path.parent} does not exist; create it first")
     _remove_leftovers(path)

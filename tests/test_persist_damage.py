@@ -266,6 +266,10 @@ def test_paths_that_cannot_be(tmp_path):
         cache.load(tmp_path)
     with pytest.raises(TypeError):
         cache.save(None)  # type: ignore[arg-type]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="save: .*pipe is a device or a pipe.*; name a file"):
+        cache.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()  # as root it became a file, and so would /dev/null
     cache.save(str(tmp_path / "text"))
     assert cache.load(str(tmp_path / "text")).known_tokens == cache.tree.num_tokens
     cache.check()
