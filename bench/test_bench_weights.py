@@ -32,7 +32,7 @@ def test_check(benchmark, num_layers, with_biases, num_parameters, limit_us):
     assert limit_us is None or us <= limit_us
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
-    change = weights.update(model)
+    change = weights.look(model)
     assert change is not None and change.everything
 
 
@@ -48,13 +48,13 @@ def test_check_with_adapters(benchmark, num_adapters):
     time_check(benchmark, weights, model)
     with torch.no_grad():
         model.model.layers[3].self_attn.q_proj.lora_A["0"].weight.mul_(2)
-    change = weights.update(model)
+    change = weights.look(model)
     assert change is not None and not change.everything and dict(change.adapters) == {"0": 1}
 
 
 def time_check(benchmark, weights, model) -> float:
     def check(_) -> None:
-        assert weights.update(model) is None
+        assert weights.look(model) is None
         weights.selection.namespace()
 
     us, _ = time_cycles(benchmark, check, range(20), rounds=200)

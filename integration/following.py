@@ -93,8 +93,11 @@ class FollowingCache(PrefixCache):
                 self._follow_shape(model)
             if self._weights is None:
                 self._weights = ModelWeights(model)
-            elif (change := self._weights.update(model)) is not None:
-                self._take_in(change)
+            elif (change := self._weights.look(model)) is not None:
+                self._drop_stale(change)
+                # Not before: of a change that was taken in and then interrupted nobody would hear again.
+                self._weights.take_in(model, change)
+                self._log_change(change)
                 if change.everything:  # layers may have got other devices
                     self._seen = None
                     self._follow_shape(model)
@@ -174,13 +177,11 @@ class FollowingCache(PrefixCache):
             logger.info("the model was moved or cast to %s on %s: its cache starts over, empty", shape.dtype, where)
         self._seen = model.dtype, model.device
 
-    def _take_in(self, change: Change) -> None:
+    def _drop_stale(self, change: Change) -> None:
         self.last_change = change.reason
         if change.everything:
-            logger.info("the weights were changed: nothing that was computed before is served again: %s", change.reason)
             self.invalidate()
             return
-        logger.info("the K/V of adapters %s is stale: %s", sorted(change.adapters), change.reason)
         for tree in (self.tree,) if self.tier is None else (self.tree, self.tier.tree):
             for prefix in {namespace[:2] for namespace in map(namespace_of, tree.roots()) if self._uses(namespace, change)}:
                 tree.retire(prefix)
@@ -188,6 +189,13 @@ class FollowingCache(PrefixCache):
             if self._uses(pin.namespace, change):
                 self._pins.let_go(pin)
         self._forget_graphs()
+
+    @staticmethod
+    def _log_change(change: Change) -> None:
+        if change.everything:
+            logger.info("the weights were changed: nothing that was computed before is served again: %s", change.reason)
+        else:
+            logger.info("the K/V of adapters %s is stale: %s", sorted(change.adapters), change.reason)
 
     @staticmethod
     def _uses(namespace: tuple, change: Change) -> bool:

@@ -176,15 +176,16 @@ class CacheStorage(Observed):
 
         is_first = not self.tree.history.evicted_blocks
         given_up = self.tree.evict(num_blocks, None if self.tier is None else note)
-        if is_first:
-            num_blocks, policy = self.pool.num_blocks, self.tree.queue.name
-            logger.info("the pool of %d blocks is full: from now on cached prefixes are evicted, policy %s", num_blocks, policy)
-        logger.debug("evicted %d blocks", len(given_up))
         try:
             if self.tier is not None:
                 self.tier.store(list(victims.values()))
         finally:
             self.pool.release(given_up)
+        # Logged last: a handler may raise.
+        if is_first:
+            num_blocks, policy = self.pool.num_blocks, self.tree.queue.name
+            logger.info("the pool of %d blocks is full: from now on cached prefixes are evicted, policy %s", num_blocks, policy)
+        logger.debug("evicted %d blocks", len(given_up))
 
     def _clear(self, reason: str) -> None:
         self._collect()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import copy
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 
 import radixkv
 from radixkv.errors import OutOfBlocks
+from radixkv.integration import model_weights
 from radixkv.integration.graphs import can_capture, why_not_captured
 from tests.models import tiny_qwen2
 from tests.small_cache import keep, small_cache
@@ -101,3 +105,63 @@ def test_why_steps_are_not_captured(caplog):
     first, second = messages(caplog, logging.DEBUG)
     assert first.endswith("module model.layers.0 has hooks or a forward of its own")
     assert second.endswith("tensors are passed to the model beside the tokens")
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Inside the block a handler of the log raises, as those do that do not catch their own errors."""
+
+    class FullDisk(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise OSError("no space left")
+
+    logger, handler = logging.getLogger("radixkv"), FullDisk()
+    level = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def test_a_handler_that_raises_makes_no_one_forget_that_the_weights_changed(patched, reference):
+    """The change was noted, logged and only then acted upon: with the log's disk full every later answer was of the old weights."""
+    other = copy.deepcopy(reference)
+    patched.generate(IDS, max_new_tokens=8)
+    with torch.no_grad():
+        for model in (patched, other):
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-1.5)
+    with full_disk(), pytest.raises(OSError, match="no space left"):
+        patched.generate(IDS, max_new_tokens=8)
+    assert patched.generate(IDS, max_new_tokens=8).tolist() == other.generate(IDS, max_new_tokens=8).tolist()
+
+
+def test_an_interrupt_while_a_change_is_looked_at_makes_no_one_forget_it(patched, reference, monkeypatch):
+    """Ctrl-C in the middle of the look left a change noted that nothing had been done about."""
+    other = copy.deepcopy(reference)
+    patched.generate(IDS, max_new_tokens=8)
+    with torch.no_grad():
+        for model in (patched, other):
+            model.model.layers[0].self_attn.v_proj.weight.mul_(-1.5)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_weights, "Selection", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            patched.generate(IDS, max_new_tokens=8)
+    assert patched.generate(IDS, max_new_tokens=8).tolist() == other.generate(IDS, max_new_tokens=8).tolist()
+
+
+def test_a_handler_that_raises_loses_no_evicted_block():
+    """Blocks that the tree had given up never came back to the pool."""
+    cache = small_cache(4)
+    with full_disk():
+        for first in range(0, 500, 100):
+            with suppress(OSError):
+                keep(cache, range(first, first + 32))
+    cache.check()
+    keep(cache, range(64))
