@@ -77,8 +77,9 @@ def generation_forward(
         resumes = cache.resumes and not cache.begun
         columns = (_resumed if resumes else _appended)(rows, input_ids.cpu().numpy(), mask, keep, cache.mask_width)
         is_prompt = not (cache.begun and cache.is_draft_checked)
-        if lease is not None and (cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width):
-            _require_lease_length(rows, columns, lease)
+        if lease is not None:
+            is_last = cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width
+            _require_lease(rows, columns, lease, is_last=is_last)
         output = _prompt(model, call, rows, argument, columns, lease, is_prompt, input_ids.device, inputs)
     cache.begun = True
     output[argument] = cache
@@ -115,11 +116,11 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
     return output.to_tuple() if as_tuple else output
 
 
-def _require_lease_length(rows: PagedCache, columns: _Columns, lease: Lease) -> None:
-    """Raise ValueError if a row ends before the prefix that was chosen for it."""
-    known = rows.row_lens or [0] * len(columns.keys)
-    for row, (length, key) in enumerate(zip(known, columns.keys, strict=True)):
-        if length + len(key) // TOKEN_BYTES < lease.length:
+def _require_lease(rows: PagedCache, columns: _Columns, lease: Lease, *, is_last: bool) -> None:
+    """Raise ValueError if a row is not, or ends before, the prefix that was chosen for it. A chunk of a prompt may hold a part of that."""
+    for row, (length, key) in enumerate(zip(rows.row_lens or [0] * len(columns.keys), columns.keys, strict=True)):
+        wanted = lease.tokens[length * TOKEN_BYTES :]  # what was known before was looked at before
+        if not (key.startswith(wanted) or (not is_last and wanted.startswith(key))):
             raise ValueError(f"prefix_cache: row {row} of input_ids does not begin with the {lease.length} tokens of the lease")
 
 

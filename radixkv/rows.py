@@ -30,8 +30,7 @@ def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], k
         How many of the tokens need not be computed.
 
     Raises:
-        ValueError: a row does not begin with the tokens of the caller's lease.
-        OutOfBlocks: the pool cannot hold them. In both cases the rows have the tokens all the same, `truncate_row` takes them off.
+        OutOfBlocks: the pool cannot hold them. The rows have the tokens all the same, `truncate_row` takes them off.
     """
     num_found = 0
     for sequence, key, kept in zip(sequences, keys, num_logits, strict=True):
@@ -175,7 +174,7 @@ def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit:
     if batch.lent is not None:  # that prefix and no other
         limit = min(limit, batch.lent.length)
         if not key.startswith(batch.lent.tokens[: limit * TOKEN_BYTES]):
-            raise ValueError(f"prefix_cache: a row of input_ids does not begin with the {batch.lent.length} tokens of the lease")
+            return 0  # the row was cut off before its end, and went on in another way
     elif cache.tier is not None:
         cache.tier.restore(cache, key, batch.namespace, limit)
     match = cache.tree.match_prefix(key, batch.namespace, limit)

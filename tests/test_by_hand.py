@@ -10,8 +10,7 @@ from transformers import DynamicCache
 
 import radixkv
 from tests.models import TRANSFORMERS_MAJOR, counted_tokens, left_pad, new_tokens, prompt, tiny_qwen2
-
-GREEDY = {"max_new_tokens": 12, "do_sample": False}
+from tests.paged import GREEDY, answer
 
 
 @pytest.fixture
@@ -183,7 +182,9 @@ def test_a_prefix_and_a_prompt_in_chunks(reference, patched, chunk):
     patched.radixkv.check()
 
 
-def test_a_prefix_that_a_prompt_in_chunks_departs_from(patched):
+@pytest.mark.parametrize("chunk", [1, 16, 41])
+def test_a_prefix_that_a_prompt_in_chunks_departs_from(patched, chunk):
+    """In chunks of one token nobody saw that."""
     ids = prompt(100, seed=15)[None]
     patched.generate(ids, **GREEDY)
     other = ids.clone()
@@ -191,9 +192,24 @@ def test_a_prefix_that_a_prompt_in_chunks_departs_from(patched):
     with patched.radixkv.match_prefix(ids[0]) as prefix:
         for wrong in (other, ids[:, :90], other[:, :60]):
             with pytest.raises(ValueError, match="of input_ids does not begin with the 100 tokens of the lease"):
-                patched.generate(wrong, prefix_cache=prefix, prefill_chunk_size=16, **GREEDY)
+                patched.generate(wrong, prefix_cache=prefix, prefill_chunk_size=chunk, **GREEDY)
             patched.radixkv.check()
         assert not prefix.released
+    assert patched.radixkv.stats().blocks_leased == 0
+
+
+def test_going_another_way_from_inside_a_prefix(reference, patched):
+    """A search over a tree of answers cuts a cache off and goes on; inside the prefix that the cache was made with it could not go on."""
+    ids = prompt(60, seed=16)[None]
+    patched.generate(ids, **GREEDY)
+    with patched.radixkv.match_prefix(ids[0]) as prefix:
+        _, cache = answer(patched, ids, prefix_cache=prefix)
+        cache.crop(10 - cache.get_seq_length())
+        other = torch.cat([ids[:, :10], prompt(12, seed=17)[None]], 1)
+        expected = reference.generate(other, **GREEDY)
+        assert torch.equal(patched.generate(other, past_key_values=cache, **GREEDY), expected)
+    del cache
+    patched.radixkv.check()
     assert patched.radixkv.stats().blocks_leased == 0
 
 
