@@ -100,14 +100,19 @@ def require_prompts(prompts: Any, tokenizer: Any) -> Sequence[Any]:
     Raises:
         ValueError: they are none, or strings without a tokenizer, or the tokenizer is none.
     """
-    is_scalar = isinstance(prompts, torch.Tensor) and not prompts.ndim
+    is_scalar = isinstance(prompts, (torch.Tensor, np.ndarray)) and not prompts.ndim
     if isinstance(prompts, (str, bytes, Mapping)) or is_scalar or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate_many: prompts must be a list of strings or of token lists, got {type(prompts).__name__}")
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise ValueError(f"generate_many: tokenizer must be one of transformers, got {type(tokenizer).__name__}")
     found = list(prompts)
-    if found and all(isinstance(prompt, int) for prompt in found):
+    if found and all(map(_is_number, found)):
         raise ValueError("generate_many: prompts must be a list of prompts, got the token ids of one: wrap them in a list")
     if tokenizer is None and any(isinstance(prompt, str) for prompt in found):
         raise ValueError("generate_many: prompts that are strings need tokenizer=, or model.radixkv.tokenizer set once")
     return found
+
+
+def _is_number(prompt: Any) -> bool:
+    """Whether a prompt is a single token id: an int, or what numpy and torch make of one."""
+    return isinstance(prompt, (int, np.integer)) or (isinstance(prompt, (torch.Tensor, np.ndarray)) and not prompt.ndim)

@@ -177,6 +177,9 @@ def test_strings_stop_strings_and_texts(reference):
         (["text"], {}, "need tokenizer="),
         ("text", {}, "must be a list of"),
         ([1, 2, 3], {}, "wrap them in a list"),
+        (torch.tensor([1, 2, 3]), {}, "wrap them in a list"),  # was an error for each token
+        (np.array([1, 2, 3]), {}, "wrap them in a list"),
+        (np.array(7), {}, "must be a list of"),
         (7, {}, "must be a list of"),
         ([[1]], {"max_new_tokens": None}, "max_new_tokens must be an int"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens must be an int"),
