@@ -234,6 +234,7 @@ def test_a_count_that_is_not_what_it_must_be_makes_a_bad_report():
         (["--question", " "], "must not be empty"),
         (["--report", "{folder}"], "must be a file in a folder that exists"),
         (["--report", "{folder}/no/cache.html"], "must be a file in a folder that exists"),
+        (["--report", "{folder}/pipe"], "must be a file in a folder that exists"),  # said at the end, after minutes
         (["--device", "abacus"], "no device that PyTorch knows"),
         (["--device", "meta"], "is not supported"),
         (["--device", "cuda:99"], "is not there"),
@@ -247,6 +248,7 @@ def test_a_count_that_is_not_what_it_must_be_makes_a_bad_report():
 def test_a_mistake_of_the_caller_is_one_sentence_and_status_2(arguments, said, tmp_path, capsys):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x80")
     (tmp_path / "empty").write_text(" \n")
+    os.mkfifo(tmp_path / "pipe")
     LlamaConfig().save_pretrained(tmp_path / "llama")
     Qwen2Config().save_pretrained(tmp_path / "bare")
     assert main(["demo", *(argument.format(folder=tmp_path) for argument in arguments)]) == 2

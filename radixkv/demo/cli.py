@@ -101,7 +101,7 @@ def _load(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
 
 def _check_report(path: Path | None) -> None:
     """Refuse what could not be written before minutes are spent on it."""
-    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+    if path is not None and (path.exists() and not path.is_file() or not path.resolve().parent.is_dir()):
         raise DemoError(f"--report: {path} must be a file in a folder that exists")
 
 
