@@ -75,6 +75,19 @@ def test_writes_through_data_need_a_word(patched):
     assert torch.equal(patched.generate(ids, **GREEDY), tiny_qwen2(seed=7).generate(ids, **GREEDY))
 
 
+def test_hooks_that_change_something_need_a_namespace(patched, reference):
+    """Most hooks only look on, so that adding one makes nothing stale: one that steers the model has K/V of its own."""
+    ids = prompt(50, seed=2)[None]
+    plain = patched.generate(ids, **GREEDY)
+    steered = []
+    for model, options in ((patched, {"namespace": ("steered",)}), (reference, {})):
+        hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: 1.7 * output)
+        steered += [model.generate(ids, **GREEDY, **options) for _ in range(2)]
+        hook.remove()
+    assert all(torch.equal(tokens, steered[-1]) for tokens in steered) and not torch.equal(steered[-1], plain)
+    assert torch.equal(patched.generate(ids, **GREEDY), plain)
+
+
 def test_inserted_tensors_bring_no_graph(patched):
     """A cache computed without no_grad() made the pool require gradients and keep every graph."""
     ids = prompt(30, seed=3)[None]
