@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program = "radixkv" if name is None else f"radixkv {name}"
     try:
         status = _run(words, name)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever called this
+            sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return 130

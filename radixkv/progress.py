@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -16,7 +17,7 @@ Advance = Callable[[int], object]
 def progress_bar(what: str, total: int, progress: bool | None, *, unit: str = "B") -> Iterator[Advance]:
     """Show on stderr how far some work is, once it has taken two seconds.
 
-    tqdm draws it (`tqdm.auto`: a terminal's or a notebook's). Without tqdm, which only transformers brings, there is no bar.
+    tqdm draws it (`tqdm.auto`: a terminal's or a notebook's). Without tqdm, which only transformers brings, or stderr there is none.
 
     Args:
         what: names the work. total: how much there is to do. unit: of what is counted; "B" counts bytes.
@@ -25,7 +26,8 @@ def progress_bar(what: str, total: int, progress: bool | None, *, unit: str = "B
     Yields:
         A function that is told how much more is done.
     """
-    if progress is False:
+    # A program without a terminal may have no stderr at all; tqdm would raise there.
+    if progress is False or sys.stderr is None or getattr(sys.stderr, "closed", False):
         yield _ignore
         return
     try:

@@ -132,6 +132,12 @@ def test_a_reader_that_has_enough_is_no_error():
     assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_a_closed_stdout_is_no_error(monkeypatch):
+    """`python -m radixkv ... >&-` failed after everything was done."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main([]) == 0
+
+
 def test_the_help_needs_no_torch():
     """A broken torch is what people call the doctor for."""
     code = "import sys; sys.modules['torch'] = None; from radixkv.__main__ import main; sys.exit(main([]))"

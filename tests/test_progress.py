@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +14,8 @@ import torch
 from radixkv import progress
 from radixkv.progress import progress_bar
 from tests.small_cache import keep, small_cache
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Bar:
@@ -55,6 +59,22 @@ def test_false_shows_nothing(bars):
     with progress_bar("work", 10, False) as advance:
         advance(3)
     assert not bars
+
+
+@pytest.mark.parametrize("how", ["sys.stderr = None", "sys.stderr.close()"])
+def test_nothing_needs_stderr(how):
+    """A service without a terminal could not save: tqdm wrote to a stderr that was not there."""
+    code = (
+        "import sys\n"
+        "from radixkv import progress\n"
+        "progress.DELAY_SECONDS = 0\n"
+        f"{how}\n"
+        "with progress.progress_bar('work', 10, True) as advance:\n"
+        "    advance(3)\n"
+        "print('done')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "done\n")
 
 
 def test_nothing_needs_tqdm(monkeypatch):
