@@ -82,10 +82,13 @@ def read_facts(csv_path: Path) -> dict[str, Any]:
     """The provenance of a CSV.
 
     Raises:
-        ValueError: It lacks a fact that the figures name.
+        ValueError: It is damaged, or lacks a fact that the figures name.
     """
     place = provenance_path(csv_path)
-    facts = json.loads(place.read_text(encoding="utf-8"))
+    try:
+        facts = json.loads(place.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"read_facts: {place} is damaged: {error}") from error
     missing = [name for name in FACTS if name not in facts]
     if missing:
         raise ValueError(f"read_facts: {place} lacks {', '.join(missing)}: measure again with bench/scenarios.py --csv")
@@ -112,13 +115,18 @@ def provenance_lines(facts: Mapping[str, Any]) -> str:
     return "\n".join(f"{GAP}·{GAP}".join(parts) for parts in (first, second))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw, and print the names of the files."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Draw, and print the names of the files; returns the exit status, 2 if the files cannot be read or drawn."""
     parser = argparse.ArgumentParser(description="Draw every figure of a scenario run beside its CSV.")
     parser.add_argument("csv", type=Path, help="what bench/scenarios.py wrote, e.g. docs/figures/scenarios.csv")
-    for path in draw_all(parser.parse_args(arguments).csv):
-        print(path)
+    try:
+        for path in draw_all(parser.parse_args(arguments).csv):
+            print(path)
+    except (OSError, ValueError) as error:
+        print(f"figures: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

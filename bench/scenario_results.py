@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -97,7 +98,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV file; of a request that was measured again, the last.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has other columns, or a row what no run writes; the message names the line.
     """
     rows: dict[tuple[str, str, int, int], Row] = {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -108,8 +109,13 @@ def read_rows(path: Path) -> list[Row]:
             # A run that was killed may have left half a line.
             if cells["equal"] not in EQUAL or None in cells:
                 continue
-            numbers = {column: int(cells[column]) for column in INTEGERS}
-            first, total = float(cells["first_token_seconds"]), float(cells["total_seconds"])
+            try:
+                numbers = {column: int(cells[column]) for column in INTEGERS}
+                first, total = float(cells["first_token_seconds"]), float(cells["total_seconds"])
+            except ValueError as error:
+                raise ValueError(f"read_rows: {path}, line {reader.line_num}: {error}") from error
+            if not (0 < first < math.inf and 0 < total < math.inf and numbers["prompt_tokens"] > 0):
+                raise ValueError(f"read_rows: {path}, line {reader.line_num}: tokens and seconds must be numbers above 0")
             names = {"scenario": cells["scenario"], "method": cells["method"], "equal": EQUAL[cells["equal"]]}
             row = Row(**names, **numbers, first_token_seconds=first, total_seconds=total)  # type: ignore[arg-type]
             rows[row.scenario, row.method, row.round, row.request] = row

@@ -210,7 +210,7 @@ def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
     if path is None:
         return
     place = provenance_path(path)
-    before = json.loads(place.read_text(encoding="utf-8")) if place.exists() else None
+    before = _read_facts(place) if place.exists() else None
     earlier = before.pop("earlier_runs", []) if before else []
     if before and any(before[name] != facts[name] for name in ("size", "seed")):
         was = f"{before['size']} size, seed {before['seed']}"
@@ -218,6 +218,16 @@ def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
     if before and before["started"] != facts["started"]:
         earlier = [*earlier, before]
     place.write_text(json.dumps({**facts, "earlier_runs": earlier}, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_facts(place: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DemoError(f"--csv: cannot read {place}: {error}; name another file, or move both away") from error
+    if not isinstance(facts, dict) or not {"size", "seed", "started"} <= facts.keys():
+        raise DemoError(f"--csv: {place} does not say what the rows beside it are of: name another file, or move both away")
+    return facts
 
 
 def _commit() -> str | None:

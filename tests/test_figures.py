@@ -6,9 +6,10 @@ import hashlib
 import json
 import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pytest
@@ -244,6 +245,25 @@ def test_what_cannot_be_drawn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no rows"):
         draw_all(path)
     assert sorted(each.suffix for each in tmp_path.iterdir()) == [".csv", ".json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace(text.splitlines()[1].split(",")[5], "many", 1), "line 2: invalid literal"),
+        (lambda text: text.replace(text.splitlines()[1].split(",")[8], "nan"), "line 2: tokens and seconds must be numbers above 0"),
+        (lambda text: text.replace(text.splitlines()[1].split(",")[9], "0.000000"), "line 2: tokens and seconds must be numbers above 0"),
+        (lambda text: "\ufeff" + text, "must have the columns"),
+    ],
+    ids=["a word", "no number", "no time", "a mark of a spreadsheet"],
+)
+def test_a_damaged_file_is_one_sentence(change: Callable[[str], str], said: str, tmp_path: Path, capsys: Any) -> None:
+    """It ended in a traceback from inside of the drawing."""
+    path = write_run(tmp_path, made_up_rows(1))
+    path.write_text(change(path.read_text()))
+    assert main([str(path)]) == 2
+    assert said in capsys.readouterr().err
+    assert main([str(tmp_path / "none.csv")]) == 2 and "none.csv" in capsys.readouterr().err
 
 
 def test_provenance() -> None:

@@ -289,6 +289,12 @@ def test_a_run_writes_rows_and_facts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert where | {"python", "torch", "transformers", "radixkv"} <= set(facts)
     assert scenarios.main(["--only", "code", "--csv", str(path), "--seed", "4"]) == 2
     assert "holds rows of quick size, seed 3, and these would be of quick size, seed 4" in capsys.readouterr().err
+    (tmp_path / "new" / "rows.provenance.json").write_text(json.dumps(facts)[:100])
+    assert scenarios.main(["--only", "code", "--csv", str(path)]) == 2
+    assert "rows.provenance.json: Unterminated string" in capsys.readouterr().err  # was a traceback
+    (tmp_path / "new" / "rows.provenance.json").write_text('{"size": "quick"}')
+    assert scenarios.main(["--only", "code", "--csv", str(path)]) == 2
+    assert "does not say what the rows beside it are of" in capsys.readouterr().err
     path.write_text("a,b\n")
     assert scenarios.main(["--only", "code", "--csv", str(path)]) == 2
     assert "--csv: cannot write" in capsys.readouterr().err
