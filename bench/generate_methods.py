@@ -123,9 +123,9 @@ class ContinuousBatching:
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
     def start_anew(self) -> None:
-        """A new manager, whose cache is empty; where it does not live on, there is nothing to do."""
+        """Let go of any manager that an earlier call on the model left behind; where one is to live on, make it, with an empty cache."""
+        self.stop()
         if self._settings is not None:
-            self.stop()
             self.call([(5, 6, 7)])
 
     def stop(self) -> None:
