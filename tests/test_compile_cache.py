@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = """
+import logging
+
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,6 +20,7 @@ from triton.compiler import ASTSource
 from radixkv.kernels import advance
 from radixkv.kernels.compile_cache import use_writable_cache
 
+logging.basicConfig()
 use_writable_cache()
 types = {"positions_ptr": "*i64", "seq_lens_ptr": "*i32", "slots_ptr": "*i64", "block_table_ptr": "*i32", "num_rows": "i32",
          "stride_table_row": "i32", "BLOCK_SIZE": "constexpr", "TILE": "constexpr"}
