@@ -136,16 +136,13 @@ class History:
         if len(self._places) > NUM_RUNS:
             self._places.clear()
         # Whatever may fail for want of memory comes before what may not be done twice, and the entry comes last of it.
-        entry = (self._step, time(), self._reason, num_tokens, num_blocks)
-        if self._reason == "room":
-            evicted_tokens, evicted_blocks = self.evicted_tokens + num_tokens, self.evicted_blocks + num_blocks
-            if num_tokens:
-                self.given_up.append(entry)
+        dropped = None if self._reason == "room" else Dropped(self._step, self._reason, num_tokens)
+        evicted_tokens, evicted_blocks = self.evicted_tokens + num_tokens, self.evicted_blocks + num_blocks
+        if num_tokens:
+            self.given_up.append((self._step, time(), self._reason, num_tokens, num_blocks))
+        if dropped is None:
             self.evicted_tokens, self.evicted_blocks = evicted_tokens, evicted_blocks
         else:
-            dropped = Dropped(self._step, self._reason, num_tokens)
-            if num_tokens:
-                self.given_up.append(entry)
             self.dropped = dropped
             self._runs.clear()
             self._trimmed.clear()
