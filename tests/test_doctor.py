@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import subprocess
-import sys
 from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from radixkv.commands import doctor, machine, packages, proofs
 from radixkv.commands.doctor import as_text
 from radixkv.commands.findings import Check, Finding
 from radixkv.kernels import torch_ops
+from tests.blocked import run_without
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -71,21 +71,12 @@ def test_the_list_shows_every_finding_and_the_commands_at_its_end():
 
 def test_a_machine_without_torch_is_told_so():
     """In a process of its own, where neither torch nor what needs it can be imported: every check still says something, in one line."""
-    code = (
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('torch', 'triton', 'transformers'):\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "sys.meta_path.insert(0, Blocked())\n"
-        "from radixkv.__main__ import main\n"
-        "sys.exit(main(['doctor']))\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    absent = ("torch", "triton", "transformers")
+    result = run_without(absent, "from radixkv.__main__ import main\nsys.exit(main(['doctor']))\n")
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stdout + result.stderr
     lines = result.stdout.splitlines()
-    for name in ("torch", "triton", "transformers"):
+    for name in absent:
         assert any(line.split()[:2] == ["missing", name] for line in lines)
     end = "\n".join(lines[-4:])
     assert "-m pip install 'torch>=2.11'" in end and "-m pip install 'transformers>=4.57'" in end and "'triton<3.10,>=3.6'" in end

