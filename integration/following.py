@@ -97,10 +97,10 @@ class FollowingCache(PrefixCache):
                 self._drop_stale(change)
                 # Not before: of a change that was taken in and then interrupted nobody would hear again.
                 self._weights.take_in(model, change)
-                self._log_change(change)
                 if change.everything:  # layers may have got other devices
                     self._seen = None
                     self._follow_shape(model)
+                self._log_change(change)
             self._adapters = self._weights.selection.namespace()
 
     def describe(self) -> str:
