@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
     sizes = FULL if options.full else QUICK
     write = _writer(options.csv)
     facts = _facts(options, sizes)
+    facts["earlier_runs"] = _earlier_runs(options.csv, facts)
     _note_facts(options.csv, facts)
     transformers.logging.set_verbosity_error()
     print("loading SmolLM2-135M-Instruct (about 20 seconds)", file=sys.stderr, flush=True)
@@ -201,23 +202,25 @@ def _facts(options: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
-    """Write facts about the run beside its rows; those of runs before that wrote to the same file stay, under "earlier_runs".
+def _earlier_runs(path: Path | None, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Facts about the runs that wrote to the same file before.
 
     Raises:
-        DemoError: A run before had requests of another size or seed, which must not be mixed with these.
+        DemoError: One of them had requests of another size or seed, which must not be mixed with these.
     """
-    if path is None:
-        return
-    place = provenance_path(path)
-    before = _read_facts(place) if place.exists() else None
-    earlier = before.pop("earlier_runs", []) if before else []
-    if before and any(before[name] != facts[name] for name in ("size", "seed")):
+    if path is None or not (place := provenance_path(path)).exists():
+        return []
+    before = _read_facts(place)
+    if any(before[name] != facts[name] for name in ("size", "seed")):
         was = f"{before['size']} size, seed {before['seed']}"
         raise DemoError(f"--csv: {path} holds rows of {was}, and these would be of {facts['size']} size, seed {facts['seed']}")
-    if before and before["started"] != facts["started"]:
-        earlier = [*earlier, before]
-    place.write_text(json.dumps({**facts, "earlier_runs": earlier}, indent=2) + "\n", encoding="utf-8")
+    return [*before.pop("earlier_runs", []), before]
+
+
+def _note_facts(path: Path | None, facts: dict[str, Any]) -> None:
+    """Write facts about the run beside its rows."""
+    if path is not None:
+        provenance_path(path).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _read_facts(place: Path) -> dict[str, Any]:
@@ -225,7 +228,7 @@ def _read_facts(place: Path) -> dict[str, Any]:
         facts = json.loads(place.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DemoError(f"--csv: cannot read {place}: {error}; name another file, or move both away") from error
-    if not isinstance(facts, dict) or not {"size", "seed", "started"} <= facts.keys():
+    if not isinstance(facts, dict) or not {"size", "seed"} <= facts.keys():
         raise DemoError(f"--csv: {place} does not say what the rows beside it are of: name another file, or move both away")
     return facts
 
