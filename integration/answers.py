@@ -35,7 +35,7 @@ class Answer:
     cached_tokens: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """A prompt on its way.
 

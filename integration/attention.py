@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from radixkv.step import Step
 
 STEP_ARGUMENT = "radixkv_step"  # the keyword under which a packed forward hands its step down to attention
+# Read and written past what configurations do at every access (aliases, in transformers 5 validation), which costs more than all else of a
+# switch.
+_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 class _Switches:
@@ -32,9 +35,9 @@ class _Switches:
     def enter(self, configs: Sequence[PretrainedConfig]) -> None:
         with self._lock:
             for config in configs:
-                count, replaced = self._active.get(id(config), (0, config._attn_implementation_internal))
+                count, replaced = self._active.get(id(config)) or (0, object.__getattribute__(config, _IMPLEMENTATION))
                 if not count:
-                    _set_implementation(config, _register_over(replaced))
+                    object.__setattr__(config, _IMPLEMENTATION, _register_over(replaced))
                 self._active[id(config)] = (count + 1, replaced)
 
     def leave(self, configs: Sequence[PretrainedConfig]) -> None:
@@ -44,12 +47,7 @@ class _Switches:
                 if count > 1:
                     self._active[id(config)] = (count - 1, replaced)
                 else:
-                    _set_implementation(config, replaced)
-
-
-def _set_implementation(config: PretrainedConfig, name: str) -> None:
-    # Past the validation of configurations that transformers 5 does at every assignment, which costs more than all else of a switch.
-    object.__setattr__(config, "_attn_implementation_internal", name)
+                    object.__setattr__(config, _IMPLEMENTATION, replaced)
 
 
 _switches = _Switches()
@@ -61,20 +59,24 @@ def attention_configs(model: torch.nn.Module) -> list[PretrainedConfig]:
     return list({id(config): config for config in found if isinstance(config, PretrainedConfig)}.values())
 
 
-@contextmanager
-def packed_attention(configs: Sequence[PretrainedConfig]) -> Iterator[None]:
+class packed_attention:  # noqa: N801 - a context manager, as a class because a generator takes longer
     """Let every layer that reads one of `configs` use the pool's attention inside this block.
 
     The switch lasts for one forward, so that whatever else a model does runs on the implementation it had. A forward of another thread or
     model that reads the same config meanwhile carries no step, and gets what the switch replaced.
     """
-    _switches.enter(configs)
-    try:
-        yield
-    finally:
-        _switches.leave(configs)
+
+    def __init__(self, configs: Sequence[PretrainedConfig]):
+        self._configs = configs
+
+    def __enter__(self) -> None:
+        _switches.enter(self._configs)
+
+    def __exit__(self, *error: object) -> None:
+        _switches.leave(self._configs)
 
 
+@cache  # a lookup in transformers' registries takes longer than the whole switch
 def _register_over(replaced: str) -> str:
     """The name of pool attention in place of the implementation `replaced`, registered when first asked for."""
     # transformers tests names for "sdpa", "flash", "flex", "paged" and "/" as substrings: hexadecimal can hold none of them.

@@ -134,8 +134,10 @@ class FollowingCache(PrefixCache):
         return (weights, *self._adapters, *others)
 
     def is_current(self, namespace: tuple) -> bool:
+        if not super().is_current(namespace):
+            return False
         numbers = {} if self._weights is None else self._weights.numbers
-        return super().is_current(namespace) and all(numbers.get(name) == number for name, number in adapters_in(namespace))
+        return all(numbers.get(name) == number for name, number in adapters_in(namespace))
 
     def to_saved(self, namespace: tuple) -> tuple:
         return unnumbered(super().to_saved(namespace))

@@ -58,7 +58,8 @@ class PackedModel:
                 f"{step.pool.num_layers}: the model's layers were changed, or two have the same layer_idx; unpatch the model, or patch "
                 "it again"
             )
-        output.logits = output.logits.to(token_ids.device)
+        if output.logits.device != token_ids.device:
+            output.logits = output.logits.to(token_ids.device)
         return output
 
     def decode(

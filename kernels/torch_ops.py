@@ -141,12 +141,16 @@ def decode_attention(
     return _attend_items("decode_attention", items, query, k_pool, v_pool, scale, softcap, plan, out, lse)
 
 
-def grow_work(work: Work) -> None:
-    """Make a decode step's work that of the next step, for which its `table` and `lens` were written on: a token more of each sequence."""
+def grow_work(work: Work, begun: Sequence[int]) -> None:
+    """Make a decode step's work that of the next step, for which its `table` and `lens` were written on: a token more of each sequence.
+
+    Args:
+        work: changed in place; its tensors are on a CPU. begun: the sequences whose token is the first one of a block.
+    """
     assert work.table is not None and work.lens is not None, "only a work with a table grows"
     items, growing = work.scratch.get("torch_items", {}), work.scratch.get("torch_growing", {})
     for key in list(items):
-        if key not in growing or not growing[key].grow(work.table, work.lens):
+        if key not in growing or not growing[key].grow(begun, work.table, work.lens):
             growing.pop(key, None)
             del items[key]  # built anew when it is asked for
 
@@ -209,7 +213,7 @@ def _items(
     if plan.lens is not None and sliding_window is None:
         most_blocks = 2 * GATHER_BYTES // builder.block_bytes
         growing = plan.scratch.setdefault("torch_growing", {})
-        growing[key] = GrowingRows(builder.single_rows, len(plan.lens), shape.block_size, most_blocks)
+        growing[key] = GrowingRows(builder.single_rows, most_blocks)
     return kept[key]
 
 

@@ -17,8 +17,14 @@ if TYPE_CHECKING:
     from radixkv.kernels.torch_items import Item
 
 
+# numpy has no bfloat16, and 0.0 is 0 in every type.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 class SingleRows:
-    """One item of several sequences with one new token each, and what it takes to make it longer.
+    """One item of several sequences with one new token each, and, on a CPU, what it takes to make it longer.
+
+    Its tensors are written on through numpy, which takes a third of the time.
 
     Args:
         item: its rows are one per sequence; everything else is filled in here.
@@ -29,14 +35,17 @@ class SingleRows:
     def __init__(
         self, item: Item, seqs: Sequence[int], first_blocks: np.ndarray, num_kv_heads: int, block_size: int, device: torch.device
     ):
-        self.item, self.seqs, self._first_blocks = item, np.array(seqs), first_blocks
-        self._num_kv_heads, self._block_size, self._device = num_kv_heads, block_size, device
-        # Where in the mask each row's next key stands.
-        self._next = torch.zeros(0, dtype=torch.int64)
+        self.item, self.seqs, self._first_blocks = item, list(seqs), first_blocks.tolist()
+        self._block_size, self._device = block_size, device
+        self._heads = np.arange(num_kv_heads)
+        # int64 [num_seqs, num_kv_heads, blocks]: what is gathered. Heads are outside blocks, so that a head's keys are one run there.
+        self._gather = np.zeros((len(self.seqs), num_kv_heads, 0), dtype=np.int64)
+        # The mask, flat, and where in it each row's next key stands.
+        self._mask = self._next = np.zeros(0, dtype=np.int64)
 
     @property
     def num_gathered_blocks(self) -> int:
-        return self.item.gather.shape[0] // self._num_kv_heads
+        return len(self.seqs) * self._gather.shape[2]
 
     def fill(self, blocks: np.ndarray, spans: np.ndarray) -> None:
         """Let each row see the keys of its span.
@@ -45,9 +54,8 @@ class SingleRows:
             blocks: int [num_seqs, most blocks], filled up with any block of the pool.
             spans: int [num_seqs, 2], the first key and the end, counted from the first of the row's blocks here.
         """
-        item, heads = self.item, np.arange(self._num_kv_heads)[:, None]
-        # [num_seqs, num_kv_heads, most]: heads outside blocks, so that a head's keys are one run in what is gathered.
-        item.gather = self._upload((blocks[:, None].astype(np.int64) * self._num_kv_heads + heads).reshape(-1))
+        item, num_heads = self.item, len(self._heads)
+        self._set_gather(blocks[:, None].astype(np.int64) * num_heads + self._heads[:, None])
         if (spans == spans[0]).all():
             item.first_key, item.end_key = spans[0].tolist()
             item.mask = item.dead = None
@@ -59,12 +67,13 @@ class SingleRows:
         unseen = (steps >= 0) | (np.arange(num_keys) < spans[:, :1])
         mask = torch.zeros(unseen.shape, dtype=item.dtype).masked_fill_(torch.from_numpy(unseen), float("-inf"))
         item.mask = mask[:, None, None].to(self._device)
-        self._next = self._upload(np.arange(len(spans)) * num_keys + spans[:, 1])
+        self._mask = mask.view(-1).view(_INTEGERS[item.dtype.itemsize]).numpy()
+        self._next = np.arange(len(spans)) * num_keys + spans[:, 1]
         # What is seen next stands last, so that the next step only takes off the end.
         rows, keys = unseen.nonzero()
         order = np.argsort(-steps[rows, keys], kind="stable")
         rows, keys = rows[order], keys[order]
-        item.dead = self._upload(((rows[:, None] * self._num_kv_heads + heads.T) * num_keys + keys[:, None]).reshape(-1))
+        item.dead = self._upload(((rows[:, None] * num_heads + self._heads) * num_keys + keys[:, None]).reshape(-1))
 
     def lengthen(self) -> None:
         """Let each row see one key more, of a block that it sees others of."""
@@ -73,63 +82,79 @@ class SingleRows:
             item.end_key += 1
             return
         assert item.dead is not None
-        item.mask.view(-1).index_fill_(0, self._next, 0.0)
+        self._mask[self._next] = 0
         self._next += 1
-        item.dead = item.dead.narrow(0, 0, item.dead.shape[0] - item.num_rows * self._num_kv_heads)
+        item.dead = item.dead[: -item.num_rows * len(self._heads)]
 
-    def begin_blocks(self, table: np.ndarray, lens: np.ndarray) -> None:
-        """Let each row see one key more, some of them the first one of a block.
+    def begin_blocks(self, rows: Sequence[int], table: np.ndarray, lens: np.ndarray) -> None:
+        """Let each row see one key more, which for some is the first one of a block.
 
         Args:
-            table: int [sequences, columns], their blocks. lens: int [sequences], their tokens.
+            rows: which, by their place among the item's sequences.
+            table: int [sequences, columns], the blocks of all sequences. lens: int [sequences], their tokens.
         """
-        newest = lens[self.seqs] - 1
-        columns, rows = newest // self._block_size, np.flatnonzero(newest % self._block_size == 0)
-        places, num_columns = columns[rows] - self._first_blocks[rows], self.num_gathered_blocks // len(self.seqs)
-        if self.item.mask is None or places.max() >= num_columns:
-            self._refill(table, lens[self.seqs])
-            return
+        num_seqs, num_heads, num_columns = self._gather.shape
+        columns = [(int(lens[self.seqs[row]]) - 1) // self._block_size for row in rows]
+        places = [column - self._first_blocks[row] for row, column in zip(rows, columns, strict=True)]
+        if max(places) == num_columns:
+            if self.item.mask is not None:
+                self._refill(table, lens[self.seqs])
+                return
+            # Without a mask all end at the same key, so all begin a block.
+            lines = np.empty((num_seqs, num_heads, num_columns + 1), dtype=np.int64)
+            lines[:, :, :-1] = self._gather
+            self._set_gather(lines)
         # A row that is shorter than others gathers some block in place of those that it has not: the new one takes its place.
-        heads = np.arange(self._num_kv_heads)
-        where = (rows[:, None] * self._num_kv_heads + heads) * num_columns + places[:, None]
-        what = table[self.seqs[rows], columns[rows]].astype(np.int64)[:, None] * self._num_kv_heads + heads
-        self.item.gather.index_copy_(0, self._upload(where.reshape(-1)), self._upload(what.reshape(-1)))
+        for row, column, place in zip(rows, columns, places, strict=True):
+            self._gather[row, :, place] = int(table[self.seqs[row], column]) * num_heads + self._heads
         self.lengthen()
 
     def _refill(self, table: np.ndarray, lens: np.ndarray) -> None:
-        first = self._first_blocks[:, None]
+        first = np.array(self._first_blocks)[:, None]
         num_blocks = -(-lens // self._block_size)[:, None]
         columns = first + np.arange(int((num_blocks - first).max()))
-        blocks = table[self.seqs[:, None], np.where(columns < num_blocks, columns, first)]
-        ends = lens - self._first_blocks * self._block_size
+        blocks = table[np.array(self.seqs)[:, None], np.where(columns < num_blocks, columns, first)]
+        ends = lens - first[:, 0] * self._block_size
         self.fill(blocks, np.stack([np.zeros_like(ends), ends], 1))
+
+    def _set_gather(self, lines: np.ndarray) -> None:
+        self._gather = lines
+        self.item.gather = self._upload(lines.reshape(-1))
 
     def _upload(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
 
 class GrowingRows:
-    """All such items of a decode step without a window.
+    """All such items of a decode step without a window, on a CPU.
 
     Args:
-        rows: the items. num_seqs: sequences of the step. block_size: tokens per block.
-        most_blocks: an item of several sequences gathers no more blocks than so many.
+        rows: the items; each sequence is in one. most_blocks: an item of several sequences gathers no more blocks than so many.
     """
 
-    def __init__(self, rows: Sequence[SingleRows], num_seqs: int, block_size: int, most_blocks: int):
-        self._rows, self._block_size, self._most_blocks = list(rows), block_size, most_blocks
-        self._places = np.zeros(num_seqs, dtype=np.int64)
-        for place, single in enumerate(self._rows):
-            self._places[single.seqs] = place
+    def __init__(self, rows: Sequence[SingleRows], most_blocks: int):
+        self._rows, self._most_blocks = list(rows), most_blocks
+        # Of each sequence its item, and its row there.
+        self._places = {seq: (item, row) for item, single in enumerate(self._rows) for row, seq in enumerate(single.seqs)}
 
-    def grow(self, table: np.ndarray, lens: np.ndarray) -> bool:
-        """Each sequence is one token longer; table and lens as in `SingleRows.begin_blocks`. False: the items are too large to be kept."""
-        begun = set(self._places[(lens - 1) % self._block_size == 0].tolist())
-        for place, single in enumerate(self._rows):
-            if place not in begun:
+    def grow(self, begun: Sequence[int], table: np.ndarray, lens: np.ndarray) -> bool:
+        """Each sequence is one token longer.
+
+        Args:
+            begun: the sequences whose token is the first one of a block. table, lens: as in `SingleRows.begin_blocks`.
+
+        Returns:
+            Whether the items can be kept: not if one has become too large.
+        """
+        begun_in: dict[int, list[int]] = {}
+        for seq in begun:
+            item, row = self._places[seq]
+            begun_in.setdefault(item, []).append(row)
+        for item, single in enumerate(self._rows):
+            if item not in begun_in:
                 single.lengthen()
                 continue
-            single.begin_blocks(table, lens)
+            single.begin_blocks(begun_in[item], table, lens)
             if len(single.seqs) > 1 and single.num_gathered_blocks > self._most_blocks:
                 return False
         return True

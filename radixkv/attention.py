@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
@@ -97,9 +98,9 @@ class Backend:
         """The work of decode steps that `grow_work` moves on; torch backend only, table and lens as `Work` describes them."""
         return Work([1] * len(lens), lens.tolist(), [], table, lens, round_as_sdpa=True)
 
-    def grow_work(self, work: Work) -> None:
-        """Move it on by a token of each sequence."""
-        self._decode.grow_work(work)
+    def grow_work(self, work: Work, begun: Sequence[int]) -> None:
+        """Move it on by a token of each sequence; begun: the sequences for which that is the first one of a block."""
+        self._decode.grow_work(work, begun)
 
     def store_kv(self, k_pool, v_pool, key, value, slots, source_rows) -> None:
         self.launches["store_kv"] += 1

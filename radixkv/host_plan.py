@@ -47,6 +47,11 @@ class HostDecodePlan:
         self.positions, self.slots = torch.from_numpy(positions), torch.from_numpy(self._slots)
         self.block_table, self.seq_lens = torch.from_numpy(self._table), torch.from_numpy(self._seq_lens)
         self._work = backend.growing_work(self._table, self._lens)
+        # After how many steps, of a block's worth of them, which rows begin a block.
+        self._beginning: dict[int, list[int]] = {}
+        for row, num_steps in enumerate((-lens % block_size).tolist()):
+            self._beginning.setdefault(num_steps, []).append(row)
+        self._num_steps = 0
 
     def follow(self, sequences: Seq[Sequence]) -> bool:
         """Move on to the next step of the rows, each of which has just got its token and the block for it.
@@ -55,16 +60,17 @@ class HostDecodePlan:
         """
         if self._sequences != sequences or self._jumps != [sequence.jumps for sequence in sequences]:
             return False
-        begun = np.flatnonzero(self._lens % self._block_size == 0)
-        columns = self._lens[begun] // self._block_size
-        if len(begun) and columns.max() >= self._table.shape[1]:
+        begun = self._beginning.get(self._num_steps % self._block_size, [])
+        if any(len(sequences[row].blocks) > self._table.shape[1] for row in begun):
             return False
+        self._num_steps += 1
         self._counts += 1
         self._seq_lens += 1
-        if len(begun):
-            self._table[begun, columns] = last = [sequences[row].blocks[-1] for row in begun.tolist()]
-            self._slots[begun] = np.array(last) * self._block_size
-        self._backend.grow_work(self._work)
+        for row in begun:
+            blocks = sequences[row].blocks
+            self._table[row, len(blocks) - 1] = blocks[-1]
+            self._slots[row] = blocks[-1] * self._block_size
+        self._backend.grow_work(self._work, begun)
         return True
 
     def work(self, window: int | None) -> Work:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import struct
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from time import time
 
-import numpy as np
 import torch
 
 from radixkv.admission import admit_rows
@@ -128,7 +128,7 @@ class Requests(RunningRows):
             sequences = [batch.sequences[row] for row in rows]
             if batch.step_rows != tuple(rows):
                 batch.step_rows, batch.carried = tuple(rows), {}
-            keys = np.asarray(token_ids, dtype="<i4").tobytes()
+            keys = struct.pack(f"<{len(token_ids)}i", *token_ids)
             for sequence, start in zip(sequences, range(0, len(keys), TOKEN_BYTES), strict=True):
                 sequence.key += keys[start : start + TOKEN_BYTES]
             try:

@@ -102,9 +102,11 @@ class RunningRows(CacheStorage):
             if make_writable(self, sequences):
                 batch.carried = {}
             return
-        full = [sequence for sequence in sequences if sequence.num_stored == len(sequence.blocks) * self.pool.block_size]
-        for sequence, block in zip(full, self.allocate(len(full)), strict=True):
-            sequence.blocks.append(block)
+        size = self.pool.block_size
+        full = [sequence for sequence in sequences if sequence.num_stored == len(sequence.blocks) * size]
+        if full:
+            for sequence, block in zip(full, self.allocate(len(full)), strict=True):
+                sequence.blocks.append(block)
 
 
 def require_open(batch: Batch) -> None:

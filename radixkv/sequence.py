@@ -18,7 +18,7 @@ class SharedRun:
     row: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One row being generated: its tokens, its block table, and how much of it is stored.
 

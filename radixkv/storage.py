@@ -57,11 +57,11 @@ class CacheStorage(Observed):
 
     def full_namespace(self, namespace: tuple = ()) -> tuple:
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
-        return (("weights", self._weights_version), ("cache", self.namespace), ("call", tuple(namespace)))
+        return (self._weights_part(), ("cache", self.namespace), ("call", tuple(namespace)))
 
     def is_current(self, namespace: tuple) -> bool:
         """Whether a full namespace is of the present weights."""
-        return namespace[0] == self.full_namespace()[0]
+        return namespace[0] == self._weights_part()
 
     def to_saved(self, namespace: tuple) -> tuple:
         """A full namespace as a file has it: without what counts the changes of the weights."""
@@ -69,7 +69,7 @@ class CacheStorage(Observed):
 
     def from_saved(self, namespace: tuple) -> tuple:
         """The full namespace that stands here for one of a file."""
-        return self.full_namespace()[:1] + namespace
+        return (self._weights_part(), *namespace)
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -150,6 +150,9 @@ class CacheStorage(Observed):
             self.pool.check(self.tree.blocks(), *(row.blocks[row.num_leased :] for row in rows))
             if self.tier is not None:
                 self.tier.check()
+
+    def _weights_part(self) -> tuple:
+        return "weights", self._weights_version
 
     def _lease(self, key: bytes, namespace: tuple, priority: int | None = None) -> Lease:
         """Hold the longest cached prefix, what is in host memory included."""

@@ -219,8 +219,8 @@ def test_a_decode_step_makes_no_more_calls_in_a_long_context(monkeypatch):
 
 
 def test_calls_of_a_decode_step_are_few():
-    """32 rows of different lengths, attended to together behind a mask: 40 calls a row would be over half a millisecond."""
-    assert max(count_calls(100)) < 32 * 40
+    """32 rows of different lengths, attended to together behind a mask. Cold code and objects make a call more than a microsecond."""
+    assert max(count_calls(100)) <= 350
 
 
 def count_calls(length: int) -> list[int]:
