@@ -74,8 +74,16 @@ def generation_forward(
             active = (~cache.finished).nonzero()[:, 0].tolist()
         output = _decode(model, call, rows, argument, active, input_ids, inputs)
     else:
-        resumes = cache.resumes and not cache.begun
-        columns = (_resumed if resumes else _appended)(rows, input_ids.cpu().numpy(), mask, keep, cache.mask_width)
+        ids, width, resumes = input_ids.cpu().numpy(), cache.mask_width, cache.resumes and not cache.begun
+        if resumes and cache.is_chunked:
+            ids = ids if cache.skipped is None else np.concatenate([cache.skipped, ids], 1)
+            if width is not None and ids.shape[1] < width and _holds(rows, ids, mask):
+                cache.skipped = ids
+                output = _unread_logits(model, len(ids), keep, input_ids.device)
+                output[argument] = cache
+                return output
+            width = ids.shape[1]
+        columns = (_resumed if resumes else _appended)(rows, ids, mask, keep, width)
         is_prompt = not (cache.begun and cache.is_draft_checked)
         if lease is not None:
             is_last = cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width
@@ -164,10 +172,7 @@ def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep
 def _resumed(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
     """The columns of the first forward of a generate() that was given a cache: the whole sequences, or what comes after the cache."""
     num_rows, num_columns = ids.shape
-    if num_rows != rows.num_rows:
-        if num_rows % rows.num_rows:
-            raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, generate() computes {num_rows}")
-        rows.batch_repeat_interleave(num_rows // rows.num_rows)
+    _multiply_rows(rows, num_rows)
     if width is not None and width > num_columns:
         if width != rows.num_columns + num_columns:
             raise ValueError(
@@ -191,6 +196,22 @@ def _resumed(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep:
         keys.append(bytes(key[length * TOKEN_BYTES :]))
     rows.truncate_rows(lengths)
     return _Columns(keys, real, keep, is_whole=True)
+
+
+def _holds(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None) -> bool:
+    """Whether the rows begin with all tokens of the first columns of a sequence."""
+    _multiply_rows(rows, len(ids))
+    real = _real_columns(mask, ids.shape, ids.shape[1])
+    held = zip(ids, real, rows.row_keys(), strict=True)
+    return all(known.startswith(token_key(row_ids[row_real])) for row_ids, row_real, known in held)
+
+
+def _multiply_rows(rows: PagedCache, num_rows: int) -> None:
+    """Several sequences of one row, if generate() computes as many."""
+    if num_rows % rows.num_rows:
+        raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, generate() computes {num_rows}")
+    if num_rows != rows.num_rows:
+        rows.batch_repeat_interleave(num_rows // rows.num_rows)
 
 
 def _real_columns(mask: torch.Tensor | None, shape: tuple[int, ...], num_columns: int) -> np.ndarray:
@@ -235,8 +256,7 @@ def _prompt(
     kept = columns.kept
     if not columns.real.any():  # a chunk of pads
         rows.add_columns(columns.real)
-        vocabulary = model.get_output_embeddings().weight  # type: ignore[operator]
-        return CausalLMOutputWithPast(logits=torch.zeros(*kept.shape, len(vocabulary), dtype=vocabulary.dtype, device=device))
+        return _unread_logits(model, len(kept), columns.keep, device)
     with rows.prompt_step(columns.keys, kept.sum(1).tolist(), lease, is_prompt=is_prompt) as (active, step):
         # The last real token of a row is its last packed row; a pad column takes some row, which is never read.
         plan = step.plan
@@ -249,6 +269,12 @@ def _prompt(
     rows.set_columns(columns.real) if columns.is_whole else rows.add_columns(columns.real)
     output.logits = output.logits.reshape(len(kept), columns.keep, -1).to(device)
     return output
+
+
+def _unread_logits(model: torch.nn.Module, num_rows: int, keep: int, device: torch.device) -> Any:
+    """The output of a chunk for which there is nothing to compute."""
+    vocabulary = model.get_output_embeddings().weight  # type: ignore[operator]
+    return CausalLMOutputWithPast(logits=torch.zeros(num_rows, keep, len(vocabulary), dtype=vocabulary.dtype, device=device))
 
 
 def _decode(

@@ -268,21 +268,29 @@ class GenerationCache(BaseCache):
         skips_finished: whether rows that have finished may be left out.
         is_draft_checked: whether later forwards hold candidates that may be rejected (assisted decoding).
         mask_width: columns of the whole sequence, as generate() was told of them.
+        is_chunked: whether the prompt comes in several forwards, in columns from the first on.
 
     Attributes:
         begun: whether there was a forward. resumes: whether the rows had tokens before. finished: the rows that generate()'s stopping
-            criteria have ended, bool [rows]; None when all are still computed.
+            criteria have ended, bool [rows]; None when all are still computed. skipped: int [rows, columns], chunks of a sequence that the
+            rows held already; None before the first.
     """
 
-    def __init__(self, rows: PagedCache, *, skips_finished: bool, is_draft_checked: bool, mask_width: int | None):
+    def __init__(
+        self, rows: PagedCache, *, skips_finished: bool, is_draft_checked: bool, mask_width: int | None, is_chunked: bool
+    ):
         super().__init__(rows.num_layers)
         self.rows, self.skips_finished, self.is_draft_checked, self.mask_width = rows, skips_finished, is_draft_checked, mask_width
         self.resumes = rows.batch is not None
         self.begun = False
+        self.is_chunked = is_chunked
         self.finished: torch.Tensor | None = None
+        self.skipped: np.ndarray | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.rows.num_columns if self.begun else 0
+        if self.begun:
+            return self.rows.num_columns
+        return 0 if self.skipped is None else self.skipped.shape[1]
 
     def crop(self, max_length: int) -> None:
         self.rows.crop(max_length)

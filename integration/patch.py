@@ -36,7 +36,7 @@ class _Call:
     """One generate() of a patched model, from the wrapper to the forwards inside it.
 
     Attributes:
-        lease, options, positions: what the caller asked for; options is None where that was nothing.
+        lease, options, positions: what the caller asked for; options is None where that was nothing. num_columns: of its input_ids.
         cache: what the model's own generate() was shown, None on the model's own path. decided: whether that was decided.
         stores: whether what was computed is stored in the end.
     """
@@ -45,6 +45,7 @@ class _Call:
     lease: Lease | None
     options: CallOptions | None
     positions: torch.Tensor | None
+    num_columns: int | None
     cache: GenerationCache | None = None
     decided: bool = False
     stores: bool = True
@@ -89,7 +90,8 @@ def _patched_class(base: type[PreTrainedModel]) -> type:
     @functools.wraps(base.generate)
     def generate(self, *args, prefix_cache=None, namespace=None, reuse=True, store=True, **kwargs):
         options = _call_options(prefix_cache, namespace, reuse, store)
-        return _generate(self, base, _Call(self, prefix_cache, options, kwargs.get("position_ids")), args, kwargs)
+        call = _Call(self, prefix_cache, options, kwargs.get("position_ids"), _num_columns(args, kwargs))
+        return _generate(self, base, call, args, kwargs)
 
     @functools.wraps(base.__call__)
     def call(self, *args, **kwargs):
@@ -147,6 +149,12 @@ def _deep_copy(model: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
+def _num_columns(args: tuple, kwargs: dict[str, Any]) -> int | None:
+    """Of the input_ids of a call of generate(), which are its first argument, `inputs` by name; None without any."""
+    given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+    return given.shape[-1] if isinstance(given, torch.Tensor) and given.ndim else None
+
+
 def _call_options(lease: Lease | None, namespace: tuple | None, reuse: bool, store: bool) -> CallOptions | None:
     """What the keywords of generate() ask for; None where they are all left alone."""
     for name, value in (("reuse", reuse), ("store", store)):
@@ -202,7 +210,7 @@ def _cache_for(
         raise RuntimeError("radixkv: generate() of a patched model was entered without its wrapper: call model.generate()")
     call.decided = True
     given = model_kwargs.get(argument)
-    reason = stock_reason(model, config, mode, given, call.positions, model_kwargs)
+    reason = stock_reason(model, config, mode, given, call.positions, call.num_columns, model_kwargs)
     if reason is not None:
         asked = "prefix_cache" if call.lease is not None else "a PagedCache" if isinstance(given, PagedCache) else None
         if asked is not None:
@@ -219,6 +227,7 @@ def _cache_for(
         # With scores or logits returned, those of finished rows are part of the result. Beams end by rules of their own.
         skips_finished=mode in ROW_MODES and not (config.output_scores or config.output_logits),
         is_draft_checked=checked,
+        is_chunked=config.prefill_chunk_size is not None,
         mask_width=mask_width(model_kwargs.get("attention_mask"), config),
     )
     return call.cache

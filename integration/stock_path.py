@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from transformers.generation import GenerationMode
 
 from radixkv.integration.paged_cache import PagedCache
-from radixkv.integration.versions import chunks_pass_by_calls
+from radixkv.integration.versions import chunks_pass_by_calls, mask_width
 
 # Modes in which every row goes on by itself, and all that the prefix cache serves.
 ROW_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -17,13 +17,20 @@ CACHED_MODES = (*ROW_MODES, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMP
 
 
 def stock_reason(
-    model: Any, config: GenerationConfig, mode: GenerationMode, given: Any, positions: torch.Tensor | None, model_kwargs: dict[str, Any]
+    model: Any,
+    config: GenerationConfig,
+    mode: GenerationMode,
+    given: Any,
+    positions: torch.Tensor | None,
+    num_columns: int | None,
+    model_kwargs: dict[str, Any],
 ) -> str | None:
     """Why the model's own path must run, in words; None when it need not.
 
     Args:
         model: patched. config, mode: of the call. given: the cache that the caller passed in, or None.
-        positions: the caller's position_ids, or None. model_kwargs: what goes to the model's forward, as generate() has it by then.
+        positions: the caller's position_ids, or None. num_columns: of the caller's input_ids, None without any.
+        model_kwargs: what goes to the model's forward, as generate() has it by then.
     """
     mask = model_kwargs.get("attention_mask")
     implementation = config.cache_implementation
@@ -38,8 +45,11 @@ def stock_reason(
         f"{mode.value.replace('_', ' ')} uses the model in a way of its own": mode not in CACHED_MODES,
         "an assistant that is a part of the model": getattr(config, "assistant_early_exit", None) is not None,
         "the model runs with fewer layers than it has": model.config.num_hidden_layers != model.radixkv.shape.num_layers,
-        "prefill_chunk_size would send the tokens that the cache holds once more, in pieces; leave one of the two out": (
-            config.prefill_chunk_size is not None and isinstance(given, PagedCache)
+        "prefill_chunk_size counts from the first token on: pass the whole sequence, which the cache is then looked for in": (
+            config.prefill_chunk_size is not None
+            and isinstance(given, PagedCache)
+            and given.batch is not None
+            and num_columns != mask_width(mask, config)
         ),
         "the chunks of prefill_chunk_size are hidden by hooks on the model in this release of transformers": (
             config.prefill_chunk_size is not None and chunks_pass_by_calls(model)

@@ -49,6 +49,7 @@ def admit_rows(cache: CacheStorage, batch: Batch, num_logits: Seq[int], lease: L
     order = sorted(range(len(sequences)), key=lambda row: sequences[row].key)
     for mate, row in pairwise(order) if batch.options.reuse else ():
         _share(sequences, row, mate, limits[row], cache.pool.block_size)
+    batch.shares_blocks |= any(sequence.first_private > sequence.num_leased for sequence in sequences)
     _give_blocks(cache, [sequences[row] for row in order])
 
 

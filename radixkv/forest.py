@@ -104,6 +104,12 @@ class Forest:
         self.version, self.num_blocks, self.num_bytes = version, num_blocks, num_bytes
         return added
 
+    def fill(self, leaf: Node, edge: bytes) -> None:
+        """Gives a leaf, leased or not, more tokens of its last block."""
+        num_bytes = self.num_bytes + len(edge) - len(leaf.edge)
+        self._reshape(leaf, edge, len(leaf.blocks), [])
+        self.version, self.num_bytes = self.version + 1, num_bytes
+
     def retract(self, added: Added) -> None:
         """Takes back what `extend` did last; for when what comes after it fails."""
         node = added.node
@@ -219,7 +225,7 @@ class Forest:
             parent.queue.expose(parent)
 
     def _reshape(self, leaf: Node, edge: bytes, num_kept: int, tail: list[int]) -> None:
-        """Gives an unlocked leaf another edge that begins with the same tokens, and other blocks after the first num_kept.
+        """Gives a leaf another edge that begins with the same tokens, and other blocks after the first num_kept.
 
         If memory is short, it raises and changes nothing.
         """

@@ -69,6 +69,18 @@ class Lease:
         lease.priority, lease.leaves_trace = self.priority, self.leaves_trace
         return lease
 
+    def beginning(self, num_tokens: int) -> Lease:
+        """A hold on the first num_tokens of the prefix, whole blocks, in the very blocks that this one holds.
+
+        A match of the same tokens might find them in others: branches that part inside of a block both hold its beginning.
+        """
+        with self.tree.guard:
+            self._require_open("beginning")
+            node = self.tree.forest.node_at(self._node, num_tokens * TOKEN_BYTES) if self._node is not None and num_tokens else None
+            lease = self.tree.lock_again(node, self._key, num_tokens, self.namespace)
+        lease.priority, lease.leaves_trace = self.priority, self.leaves_trace
+        return lease
+
     def fork(self, num_forks: int) -> list[Lease]:
         """Further holds on the same prefix, to continue it in so many ways; no K/V is copied.
 

@@ -69,7 +69,7 @@ class StepTokens:
 
 
 def prompt_tokens(sequences: Seq[Sequence], block_size: int) -> StepTokens:
-    """The tokens of the first step: of each sequence all from hit_len on, and the slots of what rows compute for each other."""
+    """The tokens of a step of prompts: of each sequence all from hit_len on, and the slots of what rows compute for each other."""
     query_lens = [sequence.num_tokens - sequence.hit_len for sequence in sequences]
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     token_ids, positions, slots, extra_slots, extra_rows = [], [], [], [], []
@@ -81,7 +81,8 @@ def prompt_tokens(sequences: Seq[Sequence], block_size: int) -> StepTokens:
         slots.append(table[own // block_size] * block_size + own % block_size)
         for run in sequence.shared_runs:
             # What lies in a block shared with the row that computes it is stored there by that row.
-            copied = np.arange(max(run.start, sequence.first_private * block_size), run.end)
+            covered = np.arange(run.start, run.end)
+            copied = covered[(covered < sequence.first_shared * block_size) | (covered >= sequence.first_private * block_size)]
             extra_slots.append(table[copied // block_size] * block_size + copied % block_size)
             extra_rows.append(starts[run.row] + copied - sequences[run.row].hit_len)
     source_rows = None

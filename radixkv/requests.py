@@ -14,7 +14,7 @@ import torch
 from radixkv.admission import admit_rows
 from radixkv.errors import OutOfBlocks
 from radixkv.events import Hit
-from radixkv.rows import append_tokens, let_go, truncate_row
+from radixkv.rows import append_tokens, let_go, take_filled_blocks, truncate_row
 from radixkv.running import RunningRows, require_open
 from radixkv.sequence import TOKEN_BYTES, Batch, CallOptions, Sequence
 from radixkv.step import Step
@@ -164,8 +164,8 @@ class Requests(RunningRows):
             before = [sequence.num_tokens for sequence in sequences]
             batch.step_rows, batch.carried = (), {}
             try:
-                num_found = append_tokens(self, batch, sequences, keys, num_logits)
-                num_computed = sum(sequence.num_tokens - sequence.num_stored for sequence in sequences)
+                num_found, mates = append_tokens(self, batch, sequences, keys, num_logits)
+                num_computed = sum(sequence.num_tokens - sequence.hit_len for sequence in sequences)
                 self._count_computed(batch, num_computed)
                 if is_prompt and batch.counted:
                     self._counters.prompt_tokens += num_found + num_computed
@@ -180,6 +180,7 @@ class Requests(RunningRows):
                 raise
             for sequence in sequences:
                 sequence.num_stored = sequence.num_tokens
+            take_filled_blocks(self, sequences, mates)
 
     def store(self, batch: Batch, priority: int | None = None) -> None:
         """Put what the batch's rows stored into the tree and let go of everything they hold. A closed batch is left alone.
@@ -197,7 +198,7 @@ class Requests(RunningRows):
             if priority is None and batch.lent is not None:
                 priority = batch.lent.priority
             for sequence in batch.sequences:
-                self._insert(sequence, batch.namespace, priority)
+                self._insert(batch, sequence, priority)
             self._discard(batch)
 
     def discard(self, batch: Batch) -> None:

@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from radixkv.sequence import TOKEN_BYTES, Batch, Sequence
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.token_key import common_bytes
 
 if TYPE_CHECKING:
     from radixkv.storage import CacheStorage
 
+Mates = dict[int, Sequence]
 
-def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], keys: Seq[bytes], num_logits: Seq[int]) -> int:
+
+def append_tokens(
+    cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], keys: Seq[bytes], num_logits: Seq[int]
+) -> tuple[int, Mates]:
     """Make rows ready for a step that computes some tokens more, at their ends; what of those is cached they need not compute.
 
     Args:
@@ -27,26 +32,69 @@ def append_tokens(cache: CacheStorage, batch: Batch, sequences: Seq[Sequence], k
         num_logits: per row, how many of its last tokens must be computed for their logits; at least 1 always is.
 
     Returns:
-        How many of the tokens need not be computed.
+        How many of the tokens need not be computed, and what `take_filled_blocks` wants to know after the step.
 
     Raises:
         OutOfBlocks: the pool cannot hold them. The rows have the tokens all the same, `truncate_row` takes them off.
     """
-    num_found = 0
+    before = [sequence.num_tokens for sequence in sequences]
     for sequence, key, kept in zip(sequences, keys, num_logits, strict=True):
         sequence.key += key
         sequence.jumps += 1
         sequence.shared_runs = []
         limit = sequence.num_tokens - max(1, kept)
         if limit > sequence.num_stored and batch.options.reuse:
-            num_found += _reach_further(cache, batch, sequence, limit)
+            _reach_further(cache, batch, sequence, limit)
         sequence.hit_len = sequence.num_stored
-    make_writable(cache, sequences)
-    return num_found
+    mates: Mates = {}
+    if batch.options.reuse and len(sequences) > 1:
+        mates = _share_new(sequences, num_logits, cache.pool.block_size)
+        batch.shares_blocks |= bool(mates)
+    make_writable(cache, sequences, mates)
+    return sum(sequence.hit_len - length for sequence, length in zip(sequences, before, strict=True)), mates
 
 
-def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
+def _share_new(sequences: Seq[Sequence], num_logits: Seq[int], block_size: int) -> Mates:
+    """Note which of the rows' new tokens other rows of the step compute.
+
+    A row takes from one that has no more tokens stored than itself, so that all that it has not the other one computes, or has from a
+    third one, in this step.
+    """
+    mates: Mates = {}
+    order = sorted(range(len(sequences)), key=lambda row: sequences[row].num_stored)
+    for i, row in enumerate(order):
+        sequence = sequences[row]
+        stored = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
+        limit, best, most = sequence.num_tokens - max(1, num_logits[row]), None, sequence.num_stored
+        for other in order[:i]:
+            mate = sequences[other]
+            if mate.num_tokens > most and mate.key.startswith(stored):
+                common = min(limit, common_bytes(mate.key, sequence.key, 0) // TOKEN_BYTES)
+                if common > most:
+                    best, most = other, common
+        if best is None:
+            continue
+        mate = mates[row] = sequences[best]
+        runs = [*mate.shared_runs, SharedRun(mate.hit_len, mate.num_tokens, best)]
+        sequence.shared_runs = [
+            SharedRun(max(run.start, sequence.num_stored), min(run.end, most), run.row)
+            for run in runs
+            if run.start < most and run.end > sequence.num_stored
+        ]
+        sequence.hit_len = most
+        # The block in which the row's own tokens end stays its own: if the step fails, they are still there.
+        sequence.first_shared = len(sequence.blocks)
+        sequence.first_private = max(sequence.first_shared, most // block_size)
+    return mates
+
+
+def make_writable(cache: CacheStorage, sequences: Seq[Sequence], mates: Mates | None = None) -> bool:
     """Give each row blocks for the tokens that are not stored yet, none of which anybody else reads.
+
+    Args:
+        cache: where to take blocks from. sequences: the rows.
+        mates: of some rows, by number, the row whose blocks they take from first_shared up to first_private, which is none or stands
+            before them; see `_share_new`.
 
     Returns:
         Whether a block had to be copied, so that what was kept of a row's blocks is of no use any more.
@@ -55,9 +103,10 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
         OutOfBlocks: the pool cannot hold them; nothing is changed.
     """
     block_size, pool = cache.pool.block_size, cache.pool
+    mates = mates or {}
     taken: Counter[int] = Counter()
     copied, num_new = [], []
-    for sequence in sequences:
+    for row, sequence in enumerate(sequences):
         index, num_live = divmod(sequence.num_stored, block_size)
         copies = False
         if num_live:
@@ -67,12 +116,15 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
             if copies and index >= sequence.num_leased:
                 taken[block] += 1
         copied.append(copies)
-        num_new.append(max(0, -(-sequence.num_tokens // block_size) - len(sequence.blocks)))
+        num_given = sequence.first_private if row in mates else len(sequence.blocks)
+        num_new.append(max(0, -(-sequence.num_tokens // block_size) - num_given))
     fresh = iter(cache.allocate(sum(copied) + sum(num_new)))
     copies_to_do: list[tuple[int, int, int]] = []
     left: list[int] = []
-    for sequence, copies, num_blocks in zip(sequences, copied, num_new, strict=True):
-        if copies:
+    # A row that another one takes blocks from gets its own before.
+    for row in [*(row for row in range(len(sequences)) if row not in mates), *mates]:
+        sequence = sequences[row]
+        if copied[row]:
             index, num_live = divmod(sequence.num_stored, block_size)
             block, private = sequence.blocks[index], next(fresh)
             copies_to_do.append((block, private, num_live))
@@ -82,10 +134,29 @@ def make_writable(cache: CacheStorage, sequences: Seq[Sequence]) -> bool:
                 sequence.num_leased = index
             else:
                 left.append(block)
-        sequence.blocks += [next(fresh) for _ in range(num_blocks)]
+        if row in mates:
+            shared = mates[row].blocks[sequence.first_shared : sequence.first_private]
+            pool.retain(shared)
+            sequence.blocks += shared
+        sequence.blocks += [next(fresh) for _ in range(num_new[row])]
     copy_live_slots(cache, copies_to_do)
     pool.release(left)
     return bool(copies_to_do)
+
+
+def take_filled_blocks(cache: CacheStorage, sequences: Seq[Sequence], mates: Mates) -> None:
+    """After a step: in place of the full blocks that a row had before it, take those of the row that computed the rest.
+
+    Then all blocks of what is common are one row's, which attention reads once for all, and the row's own ones are free.
+    """
+    for row, mate in mates.items():
+        sequence = sequences[row]
+        index = min(sequence.first_shared, sequence.hit_len // cache.pool.block_size) - 1
+        while index >= sequence.num_leased and sequence.blocks[index] != mate.blocks[index]:
+            cache.pool.retain([mate.blocks[index]])
+            own, sequence.blocks[index] = sequence.blocks[index], mate.blocks[index]
+            cache.pool.release([own])
+            index -= 1
 
 
 def copy_live_slots(cache: CacheStorage, copies: Seq[tuple[int, int, int]]) -> None:
@@ -137,6 +208,7 @@ def join_rows(batch: Batch, other: Batch) -> None:
         sequence.shared_runs = []  # name rows of the batch that was
     batch.sequences, other.sequences = batch.sequences + other.sequences, []
     batch.may_share |= other.may_share
+    batch.shares_blocks |= other.shares_blocks
     batch.step_rows, batch.carried = (), {}
 
 
@@ -168,23 +240,21 @@ def let_go(cache: CacheStorage, sequences: Seq[Sequence]) -> None:
             lease.release()
 
 
-def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: int) -> int:
-    """Take a longer cached prefix than the row has stored, if there is one; returns by how much."""
+def _reach_further(cache: CacheStorage, batch: Batch, sequence: Sequence, limit: int) -> None:
+    """Take a longer cached prefix than the row has stored, if there is one."""
     key = bytes(sequence.key)
     if batch.lent is not None:  # that prefix and no other
         limit = min(limit, batch.lent.length)
         if not key.startswith(batch.lent.tokens[: limit * TOKEN_BYTES]):
-            return 0  # the row was cut off before its end, and went on in another way
+            return  # the row was cut off before its end, and went on in another way
     elif cache.tier is not None:
         cache.tier.restore(cache, key, batch.namespace, limit)
     match = cache.tree.match_prefix(key, batch.namespace, limit)
-    gained = match.length - sequence.num_stored
-    if gained <= 0:
-        return 0
+    if match.length <= sequence.num_stored:
+        return
     lease = cache.tree.lock(match)
     lease.leaves_trace = batch.options.store
     let_go(cache, [sequence])
     sequence.lease, sequence.blocks = lease, lease.blocks
     sequence.num_leased = sequence.first_private = len(sequence.blocks)
     sequence.num_stored = sequence.cached_len = lease.length
-    return gained

@@ -88,7 +88,7 @@ class RunningRows(CacheStorage):
             sequence = batch.sequences[row]
             if not sequence.num_stored or not batch.options.store or self.is_stale(batch):
                 return
-            self._insert(sequence, batch.namespace, None)
+            self._insert(batch, sequence, None)
             with suppress(OutOfBlocks):
                 hold_published(self, batch, sequence)
 

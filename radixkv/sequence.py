@@ -23,12 +23,13 @@ class Sequence:
     """One row being generated: its tokens, its block table, and how much of it is stored.
 
     The block table has three parts: blocks[:num_leased] belong to the tree and are held by `lease`; blocks[num_leased:first_private] are
-    full blocks shared with earlier rows of the batch, one reference each; blocks[first_private:] are written by this row alone.
+    full blocks that other rows of the batch may hold too, one reference each; blocks[first_private:] are written by this row alone.
 
     Attributes:
         key: all known tokens, int32 little-endian. num_stored: tokens whose K/V are written in the row's blocks.
-        cached_len: leading tokens found in the tree. hit_len: leading tokens that the row need not compute: those, and what earlier rows of
-            the batch compute. shared_runs: who computes the tokens in between.
+        cached_len: leading tokens found in the tree. hit_len: leading tokens that the row need not compute in the step: those, and what
+            other rows of the step compute. shared_runs: who computes the tokens in between.
+        first_shared: of the blocks up to first_private those from here on are filled, in the step, by the rows that compute shared_runs.
         jumps: how often the row changed in another way than by a token at its end; what follows it from step to step must start over.
     """
 
@@ -37,6 +38,7 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     num_leased: int = 0
     first_private: int = 0
+    first_shared: int = 0
     num_stored: int = 0
     cached_len: int = 0
     hit_len: int = 0
@@ -71,7 +73,7 @@ class Batch:
     Attributes:
         namespace: the full one in which the rows were matched. options: of the call. counted: whether the statistics see the rows.
         lent: the caller's lease, when the prefix was chosen by hand. closed: stored or discarded; nothing is held any more, but for the
-            rows' tokens. may_share: whether the last block of a row may be another's too.
+            rows' tokens. may_share: whether the last block of a row may be another's too. shares_blocks: whether any block may be.
         is_mixed: not all was computed with the weights that the namespace names, so nothing may be stored.
         step_rows: the rows of the last step. carried: what the backend keeps from one step of those rows to the next.
     """
@@ -83,6 +85,7 @@ class Batch:
     lent: Lease | None = None
     closed: bool = False
     may_share: bool = False
+    shares_blocks: bool = False
     is_mixed: bool = False
     step_rows: tuple[int, ...] = ()
     carried: dict = field(default_factory=dict)

@@ -107,16 +107,15 @@ class CacheStorage(Observed):
         """
         short = num_blocks - self.pool.num_free
         if short > 0:
-            if short > self._num_freeable():
+            if not self._can_free(short):
                 self._shrink_leases()
-            evictable = self._num_freeable()
-            if short > evictable:
-                free, block_size = self.pool.num_free, self.pool.block_size
+            if not self._can_free(short):
+                free, evictable, block_size = self.pool.num_free, self._num_freeable(), self.pool.block_size
                 leased, pinned = self.pool.num_blocks - free - evictable, self._pins.num_blocks
                 error = out_of_blocks(num_blocks, block_size, free, evictable, leased, pinned)
                 logger.info("the pool cannot give what is asked for: %s", error)
                 raise error
-            while short > 0:  # again, if a block went that a row holds too
+            while short > 0 and self.tree.num_evictable_blocks:  # again, if a block went that a row holds too
                 self._evict(short)
                 short = num_blocks - self.pool.num_free
         return self.pool.allocate(num_blocks)
@@ -162,13 +161,23 @@ class CacheStorage(Observed):
             self.tier.restore(self, key, full_namespace, len(key) // TOKEN_BYTES)
         return self.tree.lock(self.tree.match_prefix(key, full_namespace), priority)
 
+    def _can_free(self, num_blocks: int) -> bool:
+        """Whether evicting would free so many."""
+        num_held = sum(len(row.blocks) - row.num_leased for row in self._sharing_rows())
+        return self.tree.num_evictable_blocks - num_held >= num_blocks or self._num_freeable() >= num_blocks
+
+    def _sharing_rows(self) -> Iterator[Sequence]:
+        """The rows that may hold blocks which the tree, or another row, holds too."""
+        return (row for batch in self._live if batch.may_share or batch.shares_blocks for row in batch.sequences)
+
     def _num_freeable(self) -> int:
-        """Blocks that evicting would free: not those that a forked row, which has been stored meanwhile, left to another one too."""
-        held = Counter(
-            block for batch in self._live if batch.may_share for row in batch.sequences for block in row.blocks[row.num_leased :]
-        )
-        num_shared = sum(self.pool.reference_count(block) > count for block, count in held.items())
-        return max(0, self.tree.num_evictable_blocks - num_shared)
+        """Blocks that evicting would free: not those that a row, which has been stored meanwhile, left to the tree and to another row."""
+        held = Counter(block for row in self._sharing_rows() for block in row.blocks[row.num_leased :])
+        also_cached = {block for block, count in held.items() if self.pool.reference_count(block) > count}
+        if not also_cached:
+            return self.tree.num_evictable_blocks
+        evictable = (block for node in self.tree.nodes() if not node.locks for block in node.blocks)
+        return self.tree.num_evictable_blocks - sum(block in also_cached for block in evictable)
 
     def _evict(self, num_blocks: int) -> None:
         victims: dict[Node, Victim] = {}
@@ -211,26 +220,39 @@ class CacheStorage(Observed):
             for sequence in batch.sequences:
                 leased_len = sequence.num_leased * self.pool.block_size
                 if sequence.num_stored and sequence.lease is not None and sequence.lease.length > leased_len:
-                    shorter = self.tree.lock(self.tree.match_prefix(bytes(sequence.key), batch.namespace, leased_len))
-                    shorter.leaves_trace = sequence.lease.leaves_trace
+                    shorter = sequence.lease.beginning(leased_len)
                     sequence.lease.release()
                     sequence.lease = shorter
 
-    def _insert(self, sequence: Sequence, namespace: tuple, priority: int | None) -> None:
+    def _insert(self, batch: Batch, sequence: Sequence, priority: int | None) -> None:
         """Move a row's stored tokens into the tree; afterwards the row holds only what the tree did not take."""
         if sequence.num_stored == 0:
             return
+        if batch.may_share:
+            self._fill_cached(batch, sequence)
         if sequence.lease is not None:  # first, so that a leaf nobody else holds can grow in place
             sequence.lease.release()
             sequence.lease = None
         num_blocks = -(-sequence.num_stored // self.pool.block_size)
         key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
-        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], namespace, priority)
+        inserted = self.tree.insert(key, sequence.blocks[:num_blocks], batch.namespace, priority)
         own = range(sequence.num_leased, len(sequence.blocks))
         unused = [sequence.blocks[i] for i in own if i < inserted.first_adopted or i >= num_blocks]
         sequence.blocks, sequence.num_leased = inserted.blocks, num_blocks
         self.pool.release(unused)
         self.pool.release(inserted.replaced)
+
+    def _fill_cached(self, batch: Batch, sequence: Sequence) -> None:
+        """See that the first block that the tree would take of a row is not the tree's already.
+
+        It is where a fork of the row was cut off inside of that block, and stored.
+        """
+        size = self.pool.block_size
+        key = bytes(sequence.key[: sequence.num_stored * TOKEN_BYTES])
+        match = self.tree.match_prefix(key, batch.namespace)
+        first = match.length // size
+        if match.length < sequence.num_stored and self.pool.reference_count(sequence.blocks[first]) > 1:
+            self.tree.fill_block(key[: (first + 1) * size * TOKEN_BYTES], sequence.blocks[first], batch.namespace)
 
     def _discard(self, batch: Batch) -> None:
         if batch.closed:

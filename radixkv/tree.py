@@ -190,7 +190,7 @@ class RadixTree:
         return lease
 
     def lock_again(self, node: Node | None, key: bytes, length: int, namespace: tuple) -> Lease:
-        """One more hold on a node and all above it; what `lock` and `Lease.clone` share."""
+        """One more hold on a node that ends with a prefix, or in which it ends, and all above it; what leases are made by."""
         if node is None:
             return Lease(self, None, key, length, namespace)
         lease = Lease(self, None, key, length, namespace)
@@ -249,6 +249,29 @@ class RadixTree:
             self.forest.retract(added)
             raise
         return inserted
+
+    def fill_block(self, tokens: Any, block: int, namespace: tuple = ()) -> None:
+        """Where the last block of a leaf is this one, and the leaf ends inside of it, lets it hold what a prefix has of the block.
+
+        A leaf that is leased may be filled in this way, as no block of it changes. Nothing happens if there is no such leaf.
+
+        Args:
+            tokens: see `token_key`; the prefix, at most up to the end of the block.
+            block: its last block, in which all its tokens are stored.
+            namespace: of the prefix.
+        """
+        key = token_key(tokens)
+        self.holds.take_in()
+        border = (len(key) - 1) // self._block_bytes * self._block_bytes
+        node, start, _ = walk(self.forest.root_of(namespace_key(namespace)), key, len(key), self._block_bytes)
+        # The leaf, or one that has more of these tokens and stands beside it.
+        beside = node.parent.children.values() if node.parent is not None and start == border else ()
+        for leaf in (node, *beside):
+            if leaf.blocks and leaf.blocks[-1] == block and not leaf.children and leaf.start + len(leaf.edge) < len(key):
+                num_bytes = len(key) - leaf.start - len(leaf.edge)
+                self.forest.fill(leaf, key[leaf.start :])
+                self.history.store(self, key, num_bytes, namespace)
+                return
 
     def add_below(self, place: Node | None, border: int, key: bytes, blocks: Sequence[int], namespace: tuple) -> Added:
         """Stores a part of a prefix, in time that does not depend on what is above it. What is known is not marked as used.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.cache import PrefixCache
+from radixkv.errors import OutOfBlocks
 from radixkv.sequence import Batch, CallOptions
 from radixkv.token_key import token_key
 from tests.models import prompt
@@ -64,6 +65,36 @@ def test_parted_rows_are_stored_while_the_others_go_on():
     cache.check()
     for last, length in ((1, 31), (2, 30), (3, 31)):
         assert cache.known_prefix(token_key([*shared, last]))[0] == length
+    cache.discard(batch)
+    cache.check()
+
+
+def test_blocks_of_a_running_row_are_not_counted_as_room():
+    """A row that is stored leaves the blocks that it shares to the tree, and another row goes on in them: evicting them frees none."""
+    cache = small_cache(num_blocks=20)
+    shared = prompt(8 * BLOCK, seed=1).tolist()
+    batch = running(cache, [*shared, 1], [*shared, 2])
+    cache.store(cache.part(batch, [0]))
+    cache.check()
+    assert cache.num_allocatable == 20 - 8 - 1
+    with pytest.raises(OutOfBlocks):
+        cache.allocate(12)
+    assert cache.tree.num_blocks == 9, "nothing was evicted in vain"
+    taken = cache.allocate(11)
+    cache.pool.release(taken)
+    cache.discard(batch)
+    cache.check()
+
+
+def test_what_is_leased_beside_it_is_not_taken_off_the_room_twice():
+    cache = small_cache(num_blocks=20)
+    shared = prompt(4 * BLOCK, seed=1).tolist()
+    batch = running(cache, [*shared, 1], [*shared, 2])
+    cache.store(cache.part(batch, [0]))
+    with cache.match_prefix(shared):
+        # 4 shared, 1 of the row; the stored row's last block and the free ones are room.
+        assert cache.num_allocatable == 20 - 4 - 1
+        cache.pool.release(cache.allocate(15))
     cache.discard(batch)
     cache.check()
 

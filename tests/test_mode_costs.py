@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tests.models import EOS, PAD, counted_tokens, prompt, tiny_qwen2
+from radixkv.integration.versions import held_cache
+from tests.models import EOS, PAD, counted_tokens, left_pad, prompt, tiny_qwen2
 
 GREEDY = {"max_new_tokens": 20, "do_sample": False}
 
@@ -39,6 +41,22 @@ def test_a_chunked_prompt_takes_what_is_cached_in_every_chunk(reference, patched
     num_chunks = len(cold) - 19
     assert sum(cold[:num_chunks]) == 100
     assert warm[:num_chunks] == [1] * num_chunks, "of a cached chunk only the token whose logits are returned"
+
+
+@pytest.mark.parametrize("chunk", [16, 30])
+def test_rows_share_a_document_in_every_chunk(reference, patched, chunk):
+    """Four questions of different lengths on one document: each chunk of it is computed once, and all rows hold its blocks together."""
+    document = prompt(150, seed=6)
+    ids, mask = left_pad([torch.cat([document, prompt(length, seed=20 + length)]) for length in (5, 9, 14, 7)])
+    expected = reference.generate(ids, attention_mask=mask, **GREEDY)
+    with counted_tokens(patched) as rows:
+        got = patched.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, return_dict_in_generate=True, **GREEDY)
+    assert torch.equal(got.sequences, expected)
+    num_chunks = -(-ids.shape[1] // chunk)
+    # Beside the document and the questions, of each chunk a last token per row, and what its row with least has behind the others.
+    assert sum(rows[:num_chunks]) <= 150 + (5 + 9 + 14 + 7) + num_chunks * (3 + 9)
+    tables = [row.blocks[: 150 // 16] for row in held_cache(got).batch.sequences]
+    assert all(table == tables[0] for table in tables)
 
 
 def test_rejected_drafts_are_not_stored(patched):

@@ -18,7 +18,8 @@ from radixkv.token_key import token_key
 from tests.test_host_tier import BLOCK_SIZE, LAYERS, computed, ids, make_cache
 
 WEIGHTS = {
-    "start": 3, "decode": 8, "extend": 6, "truncate": 4, "rearrange": 4, "fork": 2, "store": 2, "discard": 1, "invalidate": 0.1,
+    "start": 3, "decode": 8, "extend": 6, "extend_alike": 3, "truncate": 4, "rearrange": 4, "fork": 2, "part": 2, "join": 2, "store": 2,
+    "discard": 1, "invalidate": 0.1,
 }  # fmt: skip
 
 
@@ -43,7 +44,7 @@ class RowsFuzz:
         trunk = ids(70, seed)
         self.prompts = [trunk[: self.random.randrange(71)] + ids(self.random.randrange(1, 30), seed + each) for each in range(1, 7)]
         self.running: dict[Batch, list[list[int]]] = {}
-        self.counts = dict.fromkeys([*WEIGHTS, "out of blocks", "failed", "found"], 0)
+        self.counts = dict.fromkeys([*WEIGHTS, "out of blocks", "failed", "found", "shared"], 0)
 
     def run(self, num_operations: int) -> None:
         for _ in range(num_operations):
@@ -130,11 +131,35 @@ class RowsFuzz:
                 new.append(full[len(rows[row]) : self.random.randrange(len(rows[row]), len(full)) + 1])
             else:
                 new.append([self.random.randrange(50) for _ in range(self.random.randrange(1, 40))])
+        self.extend_rows(batch, chosen, new)
+
+    def extend_alike(self) -> None:
+        """Several rows with one beginning, of which each has another part, go on alike: what one of them computes the others take."""
+        batch = self.any_batch()
+        row = self.random.randrange(len(self.running[batch]))
+        whole = list(self.running[batch][row])
+        if not whole:
+            return
+        num_rows = self.random.randint(2, 4)
+        self.cache.rearrange(batch, [row] * num_rows)
+        self.running[batch] = [list(whole) for _ in range(num_rows)]
+        lengths = [self.random.randrange(max(1, len(whole) - 40), len(whole) + 1) for _ in range(num_rows)]
+        self.cache.truncate(batch, lengths)
+        self.running[batch] = [whole[:length] for length in lengths]
+        whole += [self.random.randrange(50) for _ in range(self.random.randrange(1, 40))]
+        ends = [self.random.randrange(length + 1, len(whole) + 1) for length in lengths]
+        tails = [[self.random.randrange(50) for _ in range(self.random.randrange(4))] for _ in lengths]
+        new = [whole[length:end] + tail for length, end, tail in zip(lengths, ends, tails, strict=True)]
+        self.extend_rows(batch, list(range(num_rows)), new)
+
+    def extend_rows(self, batch: Batch, chosen: list[int], new: list[list[int]]) -> None:
+        rows = self.running[batch]
         wanted = [self.random.randrange(len(tokens) + 1) for tokens in new]
         with self.cache.extend_step(batch, chosen, [key(tokens) for tokens in new], wanted, is_prompt=True) as step:
             self.may_fail()
             longer = [[*rows[row], *tokens] for row, tokens in zip(chosen, new, strict=True)]
             sequences = [batch.sequences[row] for row in chosen]
+            self.counts["shared"] += sum(bool(sequence.shared_runs) for sequence in sequences)
             self.counts["found"] += sum(sequence.hit_len > len(rows[row]) for row, sequence in zip(chosen, sequences, strict=True))
             for tokens, kept, sequence in zip(longer, wanted, sequences, strict=True):
                 assert sequence.hit_len <= len(tokens) - max(1, kept), "logits are wanted of a token that is not computed"
@@ -160,6 +185,23 @@ class RowsFuzz:
         batch = self.any_batch()
         self.running[self.cache.fork(batch)] = [list(row) for row in self.running[batch]]
 
+    def part(self) -> None:
+        batch = self.any_batch()
+        rows = self.running[batch]
+        taken = sorted(self.random.sample(range(len(rows)), self.random.randint(1, len(rows))))
+        self.running[self.cache.part(batch, taken)] = [rows[row] for row in taken]
+        if len(taken) == len(rows):
+            self.cache.discard(batch)
+            del self.running[batch]
+        else:
+            self.running[batch] = [tokens for row, tokens in enumerate(rows) if row not in taken]
+
+    def join(self) -> None:
+        batch, other = self.any_batch(), self.any_batch()
+        if batch is not other and batch.options == other.options:
+            self.cache.join(batch, other)
+            self.running[batch] += self.running.pop(other)
+
     def store(self) -> None:
         batch = self.any_batch()
         self.cache.store(batch)
@@ -183,7 +225,7 @@ class RowsFuzz:
 def test_a_long_run_of_rows(num_blocks: int, host_blocks: int, num_fuzz_operations: int) -> None:
     fuzz = RowsFuzz(num_blocks + host_blocks, num_blocks=num_blocks, host_blocks=host_blocks)
     fuzz.run(num_fuzz_operations)
-    for name in ("extend", "truncate", "rearrange", "fork", "found", "failed"):
+    for name in ("extend", "truncate", "rearrange", "fork", "part", "join", "found", "shared", "failed"):
         assert fuzz.counts[name], f"no {name} in this run"
     assert (fuzz.counts["out of blocks"] > 0) == (num_blocks < 400)
 
@@ -258,6 +300,99 @@ def test_a_failing_fork_lets_go_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     cache.check()
     assert cache.pool.num_free == free and len(batch.sequences) == 1
+    cache.discard(batch)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lease_that_is_shortened_stays_on_its_own_blocks(which: int) -> None:
+    """Two prefixes part inside of a block. A row that leases one of them and is cut before they part holds the block of that one."""
+    trunk, ends = ids(BLOCK_SIZE + 1, 6), [ids(2 * BLOCK_SIZE, 7), ids(2 * BLOCK_SIZE, 8)]
+    cache = make_cache(num_blocks=12, host_blocks=0)
+    for end in ends:
+        cache.insert_computed(trunk + end, *computed(trunk + end))
+    row = trunk + ends[which]
+    batch = cache.admit([key([*row, 1])], [1])
+    with cache.prompt_step(batch) as step:
+        write(step, [([*row, 1], len(row))])
+    cache.truncate(batch, [len(trunk)])
+    (sequence,) = batch.sequences
+    with pytest.raises(OutOfBlocks):
+        cache.allocate(11)
+    assert sequence.lease is not None and sequence.lease.blocks == sequence.blocks
+    cache.pool.release(cache.allocate(10))
+    cache.check()
+    for pool, wanted in zip(cache.pool.keys, computed(trunk)[0], strict=True):
+        assert torch.equal(pool[sequence.blocks].transpose(1, 2).flatten(0, 1)[: len(trunk)], wanted)
+    cache.discard(batch)
+
+
+@pytest.mark.parametrize("num_more", [3, BLOCK_SIZE - 7, BLOCK_SIZE, 3 * BLOCK_SIZE])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a nearer one"])
+def test_a_row_whose_fork_was_cut_and_stored_and_leased(num_more: int, beside: bool) -> None:
+    """The block is in the tree once, with all that the row has of it."""
+    start = ids(BLOCK_SIZE + 5, 9)
+    row = start + ids(num_more, 10)
+    cache, batch = started(row, num_blocks=20)
+    fork = cache.fork(batch)
+    cache.truncate(fork, [len(start)])
+    cache.store(fork)
+    if beside:
+        other = [*row[: len(start) + 2], 999]
+        cache.insert_computed(other, *computed(other))
+    with cache.match_prefix(start) as lease:
+        cache.store(batch)
+        cache.check()
+        assert lease.length == len(start)
+        with cache.match_prefix(row) as found:
+            assert found.length == len(row)
+            assert torch.equal(
+                cache.pool.keys[0][found.blocks].transpose(1, 2).flatten(0, 1)[: len(row)], computed(row)[0][0]
+            )
+    cache.clear()
+    cache.check()
+    assert cache.pool.num_free == 20
+
+
+def test_rows_that_go_on_alike_compute_that_once() -> None:
+    """Also where they have different parts of it already; afterwards they hold all its full blocks together."""
+    whole = ids(6 * BLOCK_SIZE, 11)
+    begins, ends = [20, 40, 25], [6 * BLOCK_SIZE, 5 * BLOCK_SIZE, 6 * BLOCK_SIZE]
+    cache = make_cache(num_blocks=60, host_blocks=0)
+    batch = cache.admit([key(whole[:begin]) for begin in begins], [1] * 3, options=CallOptions(store=False))
+    with cache.prompt_step(batch) as step:
+        write(step, [(whole[:begin], sequence.hit_len) for begin, sequence in zip(begins, batch.sequences, strict=True)])
+    rows = [[*whole[:end], row] for row, end in enumerate(ends)]
+    new = [key(row[begin:]) for row, begin in zip(rows, begins, strict=True)]
+    computed_before = cache.stats().computed_tokens
+    with cache.extend_step(batch, [0, 1, 2], new, [1] * 3, is_prompt=True) as step:
+        write(step, [(row, sequence.hit_len) for row, sequence in zip(rows, batch.sequences, strict=True)])
+    # The first row has least and computes all; the others compute their last token.
+    assert cache.stats().computed_tokens - computed_before == 6 * BLOCK_SIZE - 20 + 3
+    cache.check()
+    tables = [sequence.blocks for sequence in batch.sequences]
+    assert tables[0][:6] == tables[2][:6] and tables[0][:5] == tables[1][:5]
+    for row, table in zip(rows, tables, strict=True):
+        for side, pools in enumerate((cache.pool.keys, cache.pool.values)):
+            assert torch.equal(pools[1][table].transpose(1, 2).flatten(0, 1)[: len(row)], computed(row)[side][1])
+    cache.discard(batch)
+    cache.check()
+
+
+def test_rows_that_go_on_alike_and_fail_are_as_they_were() -> None:
+    whole = ids(4 * BLOCK_SIZE, 12)
+    cache = make_cache(num_blocks=40, host_blocks=0)
+    batch = cache.admit([key(whole[:begin]) for begin in (20, 29)], [1] * 2, options=CallOptions(store=False))
+    with cache.prompt_step(batch) as step:
+        write(step, [(whole[:begin], sequence.hit_len) for begin, sequence in zip((20, 29), batch.sequences, strict=True)])
+    free, before = cache.pool.num_free, [list(sequence.blocks) for sequence in batch.sequences]
+    with pytest.raises(KeyboardInterrupt), cache.extend_step(batch, [0, 1], [key(whole[20:]), key(whole[29:])], [1] * 2, is_prompt=True):
+        raise KeyboardInterrupt
+    cache.check()
+    assert cache.pool.num_free == free and [sequence.blocks for sequence in batch.sequences] == before
+    for sequence, begin in zip(batch.sequences, (20, 29), strict=True):
+        assert bytes(sequence.key) == key(whole[:begin])
+        wanted = computed(whole[:begin])[0][0]
+        assert torch.equal(cache.pool.keys[0][sequence.blocks].transpose(1, 2).flatten(0, 1)[:begin], wanted)
     cache.discard(batch)
 
 
