@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 # What generate() sends beside the tokens, so that its captured steps serve here too.
 MODEL_INPUTS = {"use_cache": True, "return_dict": True}
 
+# Seconds until a call without rows, for which there was no room beside other threads' rows, looks again at what is free and for Ctrl-C.
+LONGEST_WAIT = 0.05
+
 # Told of requests that are done, why each is, and, of those that failed, what was wrong.
 Report = Callable[[Sequence[Request], Sequence[FinishReason], str | None], None]
 
@@ -80,8 +83,11 @@ class Engine:
                 if self._rows:
                     has_room = self._decode()
         finally:
-            if self._batch is not None:
-                self._cache.store(self._batch)
+            try:
+                if self._batch is not None:
+                    self._cache.store(self._batch)
+            finally:
+                self._cache.occupants.leave(self)
 
     # Prompts --------------------------------------------------------------------------------------------------------------------------
 
@@ -90,17 +96,23 @@ class Engine:
         chosen = self._choose()
         if not chosen:
             return False
+        occupants = self._cache.occupants
+        since = occupants.num_departures
+        occupants.enter(self)
         try:
             batch, logits = self._compute_prompts(chosen)
         except OutOfBlocks as error:
             # Other threads took what was free a moment ago, or more is pinned than it seemed.
-            if len(chosen) == 1 and not self._rows:
-                self._report(chosen, ["error"], str(error))
-                return True
             for request in reversed(chosen):
                 self._waiting.put_back(request.place, bytes(request.key))
             self._most_admitted = max(1, len(chosen) // 2)
-            return not self._rows
+            if self._rows:
+                return False
+            occupants.withdraw(self)
+            if len(chosen) == 1 and not occupants.wait(since, LONGEST_WAIT):
+                self._waiting.take()
+                self._report(chosen, ["error"], str(error))
+            return True
         self._most_admitted = len(self._requests)
         self._put_back_stale()
         first = len(self._rows)
@@ -196,17 +208,20 @@ class Engine:
     def _decode(self) -> bool:
         """One token more of every row. True: some finished, so that there may be room for others."""
         assert self._batch is not None
-        num_rows = len(self._rows)
+        num_rows, occupants = len(self._rows), self._cache.occupants
+        since = occupants.num_departures
         # From an array, which takes a third of the time that it takes from a list.
         token_ids = torch.from_numpy(np.array(self._pending)).to(self._cache.pool.device)
         try:
             _, logits = self._model.decode(self._cache, self._batch, list(range(num_rows)), token_ids, MODEL_INPUTS)
         except OutOfBlocks as error:
-            if num_rows > 1:
-                self._put_back(1)
-                return False
-            self._finish({0: "error"}, str(error))
-            return True
+            if num_rows == 1 and not occupants.may_make_room(since):
+                self._finish({0: "error"}, str(error))
+                return True
+            self._put_back(1)
+            if not self._rows:
+                occupants.wait(occupants.num_departures, LONGEST_WAIT)
+            return not self._rows
         self._add_tokens(0, self._sampler.next_tokens([request.index for request in self._rows], logits))
         return len(self._rows) < num_rows
 
@@ -248,9 +263,12 @@ class Engine:
         for request in requests:
             self._sampler.close(request.index)
         self._cache.store(parted)
-        if not self._rows:
+        if self._rows:
+            self._cache.occupants.give_back()
+        else:
             self._cache.discard(self._batch)
             self._batch = None
+            self._cache.occupants.leave(self)
         return requests
 
 

@@ -181,17 +181,18 @@ def _generate(model: Any, base: type, call: _Call, args: tuple, kwargs: dict[str
         handle.count_stock_call("custom_generate was given")
     token = _current_call.set(call)
     output = None
-    try:
-        output = base.generate(model, *args, **kwargs)  # type: ignore[attr-defined]
-    finally:
-        _current_call.reset(token)
-        rows = None if call.cache is None else call.cache.rows
-        if rows is not None and call.stores:
-            rows.store()
-        elif rows is not None and call.lease is not None and not isinstance(output, ModelOutput):
-            rows.close()  # chosen by hand, and nothing was returned that could be inserted
-        elif rows is not None and not rows.options.store:
-            rows.close()
+    with handle.occupants.staying(call):
+        try:
+            output = base.generate(model, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            _current_call.reset(token)
+            rows = None if call.cache is None else call.cache.rows
+            if rows is not None and call.stores:
+                rows.store()
+            elif rows is not None and call.lease is not None and not isinstance(output, ModelOutput):
+                rows.close()  # chosen by hand, and nothing was returned that could be inserted
+            elif rows is not None and not rows.options.store:
+                rows.close()
     if not call.decided and kwargs.get("custom_generate") is None:
         raise RuntimeError("radixkv: this release of transformers prepares its caches in a way that radixkv does not know")
     if isinstance(output, ModelOutput):

@@ -15,6 +15,7 @@ from radixkv.host_tier import Victim, make_tier, path_of
 from radixkv.meter import PromptMeter
 from radixkv.node import Node
 from radixkv.observe import Observed
+from radixkv.occupants import Occupants
 from radixkv.pin import Pins
 from radixkv.pool import BlockPool
 from radixkv.rows import let_go
@@ -54,6 +55,7 @@ class CacheStorage(Observed):
         # Why calls took the model's own path so far.
         self._stock_reasons: set[str] = set()
         self._steps = make_steps(pool, backend)
+        self.occupants = Occupants()
 
     def full_namespace(self, namespace: tuple = ()) -> tuple:
         """The namespace that the tree sees: the weights' version, this cache's own, then the caller's, each in its place."""
@@ -134,7 +136,8 @@ class CacheStorage(Observed):
     @property
     def num_allocatable(self) -> int:
         """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
-        return self.pool.num_free + self._num_freeable()
+        with self.lock:
+            return self.pool.num_free + self._num_freeable()
 
     def check(self) -> None:
         """Walk everything and assert conservation: free, cached, leased and running blocks are all blocks, each with its true count.

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from radixkv.schedule import Waiting
@@ -85,6 +86,52 @@ def test_blocks_that_others_hold_are_done_without(expected):
     with handle.match_prefix(held), handle.pin(held):
         assert answer_tokens(handle.generate_many(ROWS, LENGTH)) == expected
         handle.check()
+    check_empty(model)
+
+
+@pytest.mark.parametrize("num_blocks", [6, 9, 20])
+def test_calls_of_several_threads_wait_for_each_other(expected, num_blocks):
+    """The pool holds one call's longest prompt, or a few rows; a call for which there is no room goes on when another one's rows leave."""
+    model = make_patched(num_blocks)
+    got: dict[int, list[Any]] = {}
+
+    def ask(caller: int) -> None:
+        got[caller] = model.radixkv.generate_many(ROWS, LENGTH, namespace=(caller,), progress=False)
+
+    threads = [threading.Thread(target=ask, args=(caller,)) for caller in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for answers in got.values():
+        assert [answer.error for answer in answers] == [None] * len(ROWS)
+        assert answer_tokens(answers) == expected
+    assert len(got) == 3
+    check_empty(model)
+
+
+def test_beside_a_generate_that_holds_the_pool(expected):
+    """It is waited for; what outgrows the pool when nobody else is there fails as ever."""
+    model = make_patched(6)
+    entered, leave = threading.Event(), threading.Event()
+
+    class Stay(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            leave.wait(60)
+            return scores
+
+    held = prompt(5 * BLOCK, seed=50)[None]
+    arguments = {"max_new_tokens": 2, "do_sample": False, "logits_processor": LogitsProcessorList([Stay()])}
+    other = threading.Thread(target=lambda: model.generate(held, **arguments))
+    other.start()
+    entered.wait(60)
+    threading.Timer(0.5, leave.set).start()
+    assert answer_tokens(model.radixkv.generate_many(ROWS, LENGTH)) == expected
+    assert leave.is_set(), "there was room before"
+    other.join()
+    (answer,) = model.radixkv.generate_many([prompt(5 * BLOCK, seed=51)], 2 * BLOCK)
+    assert answer.finish_reason == "error"
     check_empty(model)
 
 
