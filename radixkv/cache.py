@@ -57,6 +57,14 @@ class PrefixCache(Requests):
     ):
         super().__init__(pool, backend, namespace, eviction, pin_budget, host_bytes)
 
+    def __repr__(self) -> str:
+        # Without the lock: a debugger shows it while another thread computes.
+        pool = self.pool
+        return (
+            f"<{type(self).__name__}: {self.tree.num_tokens:,} tokens cached, "
+            f"{pool.num_free:,} of {pool.num_blocks:,} blocks of {pool.block_size} tokens free>"
+        )
+
     def match_prefix(self, token_ids, namespace: tuple = (), priority: int | None = None) -> Lease:
         """Hold the longest cached prefix of a prompt.
 

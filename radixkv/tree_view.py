@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ import numpy as np
 
 from radixkv.node import Node, Root
 from radixkv.readable import Decoder, as_text, decoder_of
-from radixkv.token_key import TOKEN_BYTES, namespace_of
+from radixkv.token_key import TOKEN_BYTES, common_bytes, namespace_of
 
 if TYPE_CHECKING:
     from radixkv.tree import RadixTree
@@ -30,7 +31,7 @@ class NodeRow:
         stem: the lines that lead to it. depth: 0 for a namespace, 1 for an edge at its root.
         num_tokens, num_blocks: its own, not those below it. leased: whether a lease holds it.
         last_use: the logical time when it or anything below it was last used. hits: admitted prompts that reused it.
-        beginning: its first tokens, as ids or as quoted text.
+        beginning: its first tokens, as ids or as quoted text; where those are also of a sibling that is shown, the first that are not.
     """
 
     stem: str
@@ -164,7 +165,7 @@ def view_tree(tree: RadixTree, tokenizer: Any, max_nodes: int) -> TreeView:
             f"{_count(len(roots), 'namespace')}, {_count(num_nodes, 'node')}, {_count(tree.num_tokens, 'token')} in "
             f"{_count(tree.num_blocks, 'block')} of {tree.block_size} ({num_leased} leased)"
         )
-        drawn = _draw(tree, roots, shown, below)
+        drawn = _draw(tree, roots, shown, below, BEGINNING_TOKENS if decode is None else DECODED_TOKENS)
     # Outside of the lock, because a tokenizer is not ours and may take its time.
     return TreeView(summary, tuple(_row(part, decode) for part in drawn))
 
@@ -203,9 +204,18 @@ def _choose(roots: list[Node], below: dict[Node, _Below], max_nodes: int) -> set
     return shown
 
 
-def _draw(tree: RadixTree, roots: list[Node], shown: set[Node], below: dict[Node, _Below]) -> list[tuple[NodeRow, bytes] | Row]:
-    """The rows from the top; a node's with its first tokens, still to be put into words."""
-    drawn: list[tuple[NodeRow, bytes] | Row] = []
+def _draw(
+    tree: RadixTree, roots: list[Node], shown: set[Node], below: dict[Node, _Below], num_words: int
+) -> list[tuple[NodeRow, bytes, bool] | Row]:
+    """The rows from the top; a node's with the tokens that it is shown by, still to be put into words, and whether others precede them.
+
+    Args:
+        num_words: so many tokens are put into words.
+    """
+    drawn: list[tuple[NodeRow, bytes, bool] | Row] = []
+    siblings: defaultdict[Node | None, list[Node]] = defaultdict(list)
+    for node in shown:
+        siblings[node.parent].append(node)
     stack: list[tuple[Node, str, str, int] | FoldedRow] = []
     _push(stack, roots, shown, below, "", 0)
     while stack:
@@ -220,9 +230,22 @@ def _draw(tree: RadixTree, roots: list[Node], shown: set[Node], below: dict[Node
             drawn.append(NamespaceRow(stem, depth, name, tree.is_stale(node), total.num_nodes, total.num_tokens))
         else:
             numbers = (len(node.edge) // TOKEN_BYTES, len(node.blocks), node.locks > 0, total.last_use, total.hits)
-            drawn.append((NodeRow(stem, depth, *numbers, ""), node.edge[: (DECODED_TOKENS + 1) * TOKEN_BYTES]))
+            begin = _own_part(node, siblings[node.parent], num_words * TOKEN_BYTES)
+            drawn.append((NodeRow(stem, depth, *numbers, ""), node.edge[begin : begin + (num_words + 1) * TOKEN_BYTES], begin > 0))
         _push(stack, list(node.children.values()), shown, below, stem_below, depth + 1)
     return drawn
+
+
+def _own_part(node: Node, siblings: list[Node], num_bytes: int) -> int:
+    """Where the edge of a node begins to differ from its siblings' edges, if that is not in its first num_bytes; otherwise 0.
+
+    Edges part at block borders only, so siblings may have a beginning in common.
+    """
+    alike = [other.edge for other in siblings if other is not node and other.edge.startswith(node.edge[:num_bytes])]
+    if not alike:
+        return 0
+    common = max(common_bytes(node.edge, edge, 0) for edge in alike) // TOKEN_BYTES
+    return min(common, len(node.edge) // TOKEN_BYTES - 1) * TOKEN_BYTES
 
 
 def _push(
@@ -246,15 +269,16 @@ def _push(
     stack += reversed(rows)
 
 
-def _row(part: tuple[NodeRow, bytes] | Row, decode: Decoder | None) -> Row:
+def _row(part: tuple[NodeRow, bytes, bool] | Row, decode: Decoder | None) -> Row:
     if not isinstance(part, tuple):
         return part
-    row, key = part
+    row, key, is_preceded = part
     ids = np.frombuffer(key, "<i4").tolist()
     if decode is not None:
         beginning = decode(ids[:DECODED_TOKENS]) + ("…" if len(ids) > DECODED_TOKENS else "")
     else:
         beginning = " ".join(map(str, ids[:BEGINNING_TOKENS])) + (" …" if len(ids) > BEGINNING_TOKENS else "")
+    beginning = "… " * is_preceded + beginning
     return NodeRow(row.stem, row.depth, row.num_tokens, row.num_blocks, row.leased, row.last_use, row.hits, beginning)
 
 

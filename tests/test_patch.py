@@ -106,6 +106,13 @@ def test_default_pool_on_cpu():
     assert model.radixkv.backend.name == "torch"
 
 
+def test_the_handle_prints_what_it_holds(patched):
+    num_blocks = f"{patched.radixkv.num_blocks:,}"
+    assert repr(patched.radixkv) == f"<ModelCache: 0 tokens cached, {num_blocks} of {num_blocks} blocks of 16 tokens free>"
+    patched.generate(prompt(40, seed=1)[None], max_new_tokens=2, do_sample=False)
+    assert repr(patched.radixkv).startswith("<ModelCache: 41 tokens cached, ")
+
+
 def test_a_misspelt_keyword_raises_as_unpatched(reference, patched):
     ids = prompt(20, 4)[None]
     messages = []

@@ -61,6 +61,23 @@ def test_the_text_of_a_small_tree():
     assert repr(cache.tree()) == str(cache.tree()) and "leased  " not in str(cache.tree())
 
 
+def test_siblings_that_begin_alike_are_shown_by_what_differs():
+    """Edges part at block borders; what is shown of two that part inside of a block are the tokens from there on."""
+    cache = small_cache()
+    for end in ([901, 902], [901, 903, 904], [500, 501, 502, 503]):
+        keep(cache, [*range(12), *end])
+    keep(cache, range(800, 816))
+    beginnings = sorted(row.beginning for row in cache.tree().rows if isinstance(row, NodeRow))
+    assert beginnings == [
+        "800 801 802 803 804 805 806 807 …",
+        "… 500 501 502 503",
+        "… 902",
+        "… 903 904",
+    ]
+    told = [row.beginning for row in cache.tree(tokenizer=Speller("abcdefghij")).rows if isinstance(row, NodeRow)]
+    assert len(set(told)) == 4
+
+
 def test_hits_of_what_was_evicted_stay_with_what_it_hung_on():
     cache = small_cache()
     keep(cache, range(16))
