@@ -106,9 +106,9 @@ class Forest:
 
     def fill(self, leaf: Node, edge: bytes) -> None:
         """Gives a leaf, leased or not, more tokens of its last block."""
-        num_bytes = self.num_bytes + len(edge) - len(leaf.edge)
+        version, num_bytes = self.version + 1, self.num_bytes + len(edge) - len(leaf.edge)
         self._reshape(leaf, edge, len(leaf.blocks), [])
-        self.version, self.num_bytes = self.version + 1, num_bytes
+        self.version, self.num_bytes = version, num_bytes
 
     def retract(self, added: Added) -> None:
         """Takes back what `extend` did last; for when what comes after it fails."""

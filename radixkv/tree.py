@@ -268,9 +268,14 @@ class RadixTree:
         beside = node.parent.children.values() if node.parent is not None and start == border else ()
         for leaf in (node, *beside):
             if leaf.blocks and leaf.blocks[-1] == block and not leaf.children and leaf.start + len(leaf.edge) < len(key):
-                num_bytes = len(key) - leaf.start - len(leaf.edge)
+                edge_before = leaf.edge
+                num_bytes = len(key) - leaf.start - len(edge_before)
                 self.forest.fill(leaf, key[leaf.start :])
-                self.history.store(self, key, num_bytes, namespace)
+                try:
+                    self.history.store(self, key, num_bytes, namespace)
+                except BaseException:
+                    self.forest.fill(leaf, edge_before)
+                    raise
                 return
 
     def add_below(self, place: Node | None, border: int, key: bytes, blocks: Sequence[int], namespace: tuple) -> Added:

@@ -112,6 +112,47 @@ def test_a_lease_that_splits(eviction, length):
     assert failures.number > 5
 
 
+@pytest.mark.parametrize("eviction", ["lru", "slru", "priority"])
+@pytest.mark.parametrize("is_leased", [False, True])
+def test_a_leaf_that_is_filled(eviction, is_leased):
+    """Its tokens are counted if and only if it has them."""
+    short, longer = token_key(range(2 * BLOCK + 3)), token_key(range(3 * BLOCK))
+    failures = Failures()
+    for failure in failures:
+        tree = RadixTree(BLOCK, eviction)
+        tree.insert(short, [1, 2, 3])
+        lease = tree.lock(tree.match_prefix(short)) if is_leased else None
+        before, counted = state(tree), (tree.history.num_insertions, tree.history.stored_tokens)
+        if failure.fail(lambda: tree.fill_block(longer, 3)):  # noqa: B023 - called at once
+            assert state(tree) == before
+            assert (tree.history.num_insertions, tree.history.stored_tokens) == counted
+            tree.check()
+            tree.fill_block(longer, 3)
+        tree.check()
+        assert tree.match_prefix(longer).length == 3 * BLOCK and tree.blocks() == [1, 2, 3]
+        if lease is not None:
+            lease.release()
+        tree.check()
+    assert failures.number > 10
+
+
+def test_a_part_of_a_lease():
+    for failure in Failures():
+        tree = RadixTree(BLOCK)
+        tree.insert(range(5 * BLOCK), [1, 2, 3, 4, 5])
+        lease, parts = tree.lock(tree.match_prefix(range(4 * BLOCK + 2))), []
+        before = state(tree)
+        if failure.fail(lambda: parts.append(lease.beginning(2 * BLOCK))):  # noqa: B023 - called at once
+            parts.clear()
+            assert state(tree) == before
+        tree.check()
+        lease.release()
+        assert tree.num_leased_blocks == (2 if parts else 0)
+        parts.clear()
+        assert tree.num_leased_blocks == 0
+        tree.check()
+
+
 @pytest.mark.parametrize("eviction", ["lru", "slru", "lfu", "cost"])
 @pytest.mark.parametrize("num_wanted", [1, 9, None], ids=["a block", "several leaves", "clear"])
 def test_an_eviction(eviction, num_wanted):
