@@ -137,6 +137,8 @@ class Requests(RunningRows):
                 with self._steps.decode(sequences, batch.carried, num_rows) as step:
                     yield step
             except BaseException:
+                # Some layers may have kept what belongs to the token that is taken off.
+                batch.step_rows, batch.carried = (), {}
                 for sequence in sequences:
                     truncate_row(self, sequence, sequence.num_stored)
                 raise

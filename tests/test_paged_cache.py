@@ -17,6 +17,10 @@ from tests.models import counted_tokens, left_pad, prompt
 from tests.paged import GREEDY, answer, assert_same, forward
 
 
+def _fail(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 class TestOwnLoop:
     def test_step_by_step_like_a_dynamic_cache(self, reference: Any, patched: Any) -> None:
         """A prompt, single tokens, several at once: the logits of every token, and the true length."""
@@ -80,12 +84,8 @@ class TestOwnLoop:
         ids, more = prompt(30, seed=7)[None], prompt(3, seed=8)[None]
         cache = patched.radixkv.new_cache()
         layer = patched.model.layers[1]
-
-        def fail(*_: Any) -> None:
-            raise KeyboardInterrupt
-
         for new, length in ((ids, 0), (more, 30), (more[:, :1], 30)):
-            hook = layer.register_forward_pre_hook(fail)
+            hook = layer.register_forward_pre_hook(_fail)
             with pytest.raises(KeyboardInterrupt):
                 forward(patched, new, cache)
             hook.remove()
@@ -94,6 +94,23 @@ class TestOwnLoop:
             if not length:
                 forward(patched, ids, cache)
         assert_same(forward(patched, more, cache), forward(reference, torch.cat([ids, more], 1), None)[:, -3:])
+
+    @pytest.mark.parametrize("num_rows", [1, 2])
+    def test_a_decode_step_that_fails_leaves_nothing_of_its_token(self, reference: Any, patched: Any, num_rows: int) -> None:
+        """A layer before the one that failed has seen the token; another token takes its place, and what is stored is of that one."""
+        ids = torch.stack([prompt(20, seed=30 + row) for row in range(num_rows)])
+        cache = patched.radixkv.new_cache()
+        forward(patched, ids, cache)
+        for number in range(3):
+            hook = patched.model.layers[1].register_forward_pre_hook(_fail)
+            with pytest.raises(KeyboardInterrupt):
+                forward(patched, torch.full((num_rows, 1), 500 + number), cache)
+            hook.remove()
+            for token in (600 + number, 700 + number):
+                ids = torch.cat([ids, torch.full((num_rows, 1), token)], 1)
+                assert_same(forward(patched, ids[:, -1:], cache)[:, -1], forward(reference, ids, None)[:, -1])
+        cache.store()
+        assert torch.equal(patched.generate(ids, **GREEDY), reference.generate(ids, **GREEDY))
 
     def test_changed_weights_are_never_mixed(self, patched: Any) -> None:
         """Rows that were computed with other weights are computed again."""
