@@ -8,6 +8,7 @@ whose next token there is no block is stored too, and waits again, with the toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,8 @@ MODEL_INPUTS = {"use_cache": True, "return_dict": True}
 
 # Seconds until a call without rows, for which there was no room beside other threads' rows, looks again at what is free and for Ctrl-C.
 LONGEST_WAIT = 0.05
+# Seconds in which the others compute nothing until it takes them for stuck: one of them may wait for this very call.
+LONGEST_STANDSTILL = 30.0
 
 # Told of requests that are done, why each is, and, of those that failed, what was wrong.
 Report = Callable[[Sequence[Request], Sequence[FinishReason], str | None], None]
@@ -69,6 +72,9 @@ class Engine:
         self._rows: list[Request] = []
         self._pending: list[int] = []
         self._most_admitted = len(requests)
+        # Tokens that were computed here; and how many others had computed when that was last seen to grow, and when.
+        self._num_computed = 0
+        self._last_progress = (-1, monotonic())
 
     def run(self, interrupts: Interrupts) -> None:
         """Compute everything; whatever way out is taken, what was computed is stored and nothing is held."""
@@ -109,12 +115,13 @@ class Engine:
             if self._rows:
                 return False
             occupants.withdraw(self)
-            if len(chosen) == 1 and not occupants.wait(since, LONGEST_WAIT):
+            if len(chosen) == 1 and not self._wait(since):
                 self._waiting.take()
                 self._report(chosen, ["error"], str(error))
             return True
         self._most_admitted = len(self._requests)
         self._put_back_stale()
+        occupants.enter(self)
         first = len(self._rows)
         if self._batch is None:
             self._batch = batch
@@ -187,10 +194,13 @@ class Engine:
             for request, sequence in zip(chosen, batch.sequences, strict=True):
                 if request.cached_tokens is None:
                     request.cached_tokens = sequence.hit_len
+            self._num_computed += sum(sequence.num_tokens - sequence.hit_len for sequence in batch.sequences)
             with cache.prompt_step(batch) as step:
                 logits = self._last_logits(step)
             for key in rest:
                 with cache.extend_step(batch, [0], [key], [1], is_prompt=True) as step:
+                    assert isinstance(step.plan, Plan)
+                    self._num_computed += step.plan.num_tokens
                     logits = self._last_logits(step)
         except BaseException:
             cache.discard(batch)
@@ -215,15 +225,28 @@ class Engine:
         try:
             _, logits = self._model.decode(self._cache, self._batch, list(range(num_rows)), token_ids, MODEL_INPUTS)
         except OutOfBlocks as error:
-            if num_rows == 1 and not occupants.may_make_room(since):
+            has_all = len(self._batch.sequences[0].blocks) == self._cache.pool.num_blocks
+            if num_rows == 1 and (has_all or not occupants.may_make_room(self, since) or self._stands_still()):
                 self._finish({0: "error"}, str(error))
                 return True
             self._put_back(1)
             if not self._rows:
-                occupants.wait(occupants.num_departures, LONGEST_WAIT)
+                self._wait(occupants.num_departures)
             return not self._rows
+        self._num_computed += num_rows
         self._add_tokens(0, self._sampler.next_tokens([request.index for request in self._rows], logits))
         return len(self._rows) < num_rows
+
+    def _wait(self, since: int) -> bool:
+        """Wait for a moment until other threads' rows leave. False: that cannot help, see `Occupants.wait`, or they are stuck."""
+        return not self._stands_still() and self._cache.occupants.wait(self, since, LONGEST_WAIT)
+
+    def _stands_still(self) -> bool:
+        """Whether nobody else has computed anything on this cache for a long time."""
+        computed, now = self._cache.num_computed - self._num_computed, monotonic()
+        if computed != self._last_progress[0]:
+            self._last_progress = computed, now
+        return now - self._last_progress[1] > LONGEST_STANDSTILL
 
     def _add_tokens(self, first: int, tokens: list[int]) -> None:
         """Give the rows from `first` on their next tokens; those that are at their end leave."""

@@ -125,7 +125,8 @@ class ModelCache(FollowingCache):
 
         In float32 a prompt's greedy tokens are those that `generate()` gives for it alone; drawn ones depend on the seed and the prompt's
         number only. A prompt that cannot be computed (too long, no token id) is reported in its own answer, and the others go on. When the
-        pool runs short a running prompt waits again and later goes on with the same tokens. Ctrl-C returns what is done.
+        pool runs short a running prompt waits again and later goes on with the same tokens; it waits for other threads' rows too. Ctrl-C
+        returns what is done.
 
         Args:
             prompts: strings, or token ids without padding; a list of either.

@@ -82,8 +82,10 @@ def generation_forward(
                 output = _unread_logits(model, len(ids), keep, input_ids.device)
                 output[argument] = cache
                 return output
-            width = ids.shape[1]
-        columns = (_resumed if resumes else _appended)(rows, ids, mask, keep, width)
+        if resumes:
+            columns = _resumed(rows, ids, mask, keep, width, is_chunked=cache.is_chunked)
+        else:
+            columns = _appended(rows, ids, mask, keep, width)
         is_prompt = not (cache.begun and cache.is_draft_checked)
         if lease is not None:
             is_last = cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width
@@ -169,49 +171,65 @@ def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep
     return _Columns(keys, real, keep)
 
 
-def _resumed(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
-    """The columns of the first forward of a generate() that was given a cache: the whole sequences, or what comes after the cache."""
+def _resumed(
+    rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None, *, is_chunked: bool
+) -> _Columns:
+    """The columns of the first forward of a generate() that was given a cache: the whole sequences, or what comes after the cache.
+
+    In chunks: the first columns of the whole sequences, in which some rows may have nothing but pads.
+    """
     num_rows, num_columns = ids.shape
-    _multiply_rows(rows, num_rows)
-    if width is not None and width > num_columns:
+    copies = _num_copies(rows, num_rows)
+    if width is not None and width > num_columns and not is_chunked:
         if width != rows.num_columns + num_columns:
             raise ValueError(
                 f"attention_mask has {width} columns, but the cache holds {rows.num_columns} and input_ids {num_columns}: pass the whole "
                 "sequence, or new tokens only with a mask of the whole"
             )
+        _multiply_rows(rows, copies)
         return _appended(rows, ids, mask, keep, width)
+    may_be_empty = is_chunked and width is not None and num_columns < width
     real = _real_columns(mask, ids.shape, num_columns)
     kept = real[:, -keep:].sum(1)
     keys, lengths = [], []
-    for row, (row_ids, row_real, known) in enumerate(zip(ids, real, rows.row_keys(), strict=True)):
+    for row, (row_ids, row_real, known) in enumerate(zip(ids, real, _repeated(rows.row_keys(), copies), strict=True)):
         key = token_key(row_ids[row_real])
-        if not key.startswith(known[: len(key)]) or not key:
+        if not key.startswith(known[: len(key)]) or not (key or may_be_empty):
             raise ValueError(
                 f"input_ids: row {row} does not begin with the {len(known) // TOKEN_BYTES} tokens that the cache holds: pass the whole "
                 "sequence that the cache was made of and what follows it, or no cache"
             )
         # Logits come of computing: of what is cached, too, if they are asked for.
-        length = min(len(known) // TOKEN_BYTES, len(key) // TOKEN_BYTES - max(1, int(kept[row])))
+        length = max(0, min(len(known) // TOKEN_BYTES, len(key) // TOKEN_BYTES - max(1, int(kept[row]))))
         lengths.append(length)
         keys.append(bytes(key[length * TOKEN_BYTES :]))
+    _multiply_rows(rows, copies)
     rows.truncate_rows(lengths)
     return _Columns(keys, real, keep, is_whole=True)
 
 
 def _holds(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None) -> bool:
     """Whether the rows begin with all tokens of the first columns of a sequence."""
-    _multiply_rows(rows, len(ids))
     real = _real_columns(mask, ids.shape, ids.shape[1])
-    held = zip(ids, real, rows.row_keys(), strict=True)
+    held = zip(ids, real, _repeated(rows.row_keys(), _num_copies(rows, len(ids))), strict=True)
     return all(known.startswith(token_key(row_ids[row_real])) for row_ids, row_real, known in held)
 
 
-def _multiply_rows(rows: PagedCache, num_rows: int) -> None:
-    """Several sequences of one row, if generate() computes as many."""
+def _num_copies(rows: PagedCache, num_rows: int) -> int:
+    """How many sequences of each row generate() computes."""
     if num_rows % rows.num_rows:
         raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, generate() computes {num_rows}")
-    if num_rows != rows.num_rows:
-        rows.batch_repeat_interleave(num_rows // rows.num_rows)
+    return num_rows // rows.num_rows
+
+
+def _repeated(keys: list[bytes], copies: int) -> list[bytes]:
+    return [key for key in keys for _ in range(copies)]
+
+
+def _multiply_rows(rows: PagedCache, copies: int) -> None:
+    """Not before all else is known to be right: the caller's cache has the further rows from then on."""
+    if copies > 1:
+        rows.batch_repeat_interleave(copies)
 
 
 def _real_columns(mask: torch.Tensor | None, shape: tuple[int, ...], num_columns: int) -> np.ndarray:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 class Occupants:
     """Calls that have rows or are about to, each with its thread.
 
-    Who waits has no rows itself, so of those that want room some call always goes on.
+    A thread that has rows, of this call or of one around it, does not wait: two such threads would wait for each other.
 
     Attributes:
         num_departures: how often rows have left. Who asks for room reads it before.
@@ -51,26 +51,29 @@ class Occupants:
         with self._condition:
             self._depart()
 
-    def may_make_room(self, since: int) -> bool:
-        """Whether another thread has rows, or rows have left since `num_departures` was that."""
+    def may_make_room(self, call: object, since: int) -> bool:
+        """Whether a call that gives back what it has may find room later, or now because rows have left since `num_departures` was that."""
         with self._condition:
-            return self._may_make_room(since)
+            return self._may_make_room(call, since)
 
-    def wait(self, since: int, seconds: float) -> bool:
+    def wait(self, call: object, since: int, seconds: float) -> bool:
         """Wait until rows leave, for some time at most; not at all if some have left since `num_departures` was that.
 
         Returns:
             Whether there was something to wait for, see `may_make_room`.
         """
         with self._condition:
-            if not self._may_make_room(since):
+            if not self._may_make_room(call, since):
                 return False
             if self.num_departures == since:
                 self._condition.wait(seconds)
             return True
 
-    def _may_make_room(self, since: int) -> bool:
-        return self.num_departures != since or any(thread != threading.get_ident() for thread in self._threads.values())
+    def _may_make_room(self, call: object, since: int) -> bool:
+        if self.num_departures != since:
+            return True
+        others = [thread for key, thread in self._threads.items() if key != id(call)]
+        return bool(others) and threading.get_ident() not in others
 
     def _depart(self) -> None:
         self.num_departures += 1

@@ -179,6 +179,8 @@ class Requests(RunningRows):
             except BaseException:
                 for sequence, num_tokens in zip(sequences, before, strict=True):
                     truncate_row(self, sequence, num_tokens)
+                # A row may have come to end in a block of the tree, of which it has no copy yet.
+                batch.may_share = True
                 raise
             for sequence in sequences:
                 sequence.num_stored = sequence.num_tokens

@@ -134,6 +134,11 @@ class CacheStorage(Observed):
             return match.length, match.held_length
 
     @property
+    def num_computed(self) -> int:
+        """Tokens computed so far, as the statistics count them; another number after each step of a request."""
+        return self._counters.computed_tokens
+
+    @property
     def num_allocatable(self) -> int:
         """Blocks that `allocate` can give as things are, without shortening the leases of running rows."""
         with self.lock:

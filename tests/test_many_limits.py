@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from radixkv.schedule import Waiting
@@ -132,6 +132,74 @@ def test_beside_a_generate_that_holds_the_pool(expected):
     other.join()
     (answer,) = model.radixkv.generate_many([prompt(5 * BLOCK, seed=51)], 2 * BLOCK)
     assert answer.finish_reason == "error"
+    check_empty(model)
+
+
+def run_all(*targets: Any) -> None:
+    """Each in a thread of its own; none may hang."""
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a call hangs"
+
+
+def ends_early(model: Any, row: torch.Tensor) -> GenerationConfig:
+    """With this the answer to a row ends with its first token, and other rows' go on."""
+    token = model.radixkv.generate_many([row], 1)[0].tokens[0]
+    model.radixkv.clear()
+    return GenerationConfig(eos_token_id=token)
+
+
+def test_calls_inside_of_calls_do_not_wait_for_each_other():
+    """Two threads have rows, and in the middle of it each asks for room that there is not: neither waits for the other one to be done."""
+    model = make_patched(12)
+    rows = [prompt(20, seed=1), prompt(40, seed=2)]
+    config, both = ends_early(model, rows[0]), threading.Barrier(2)
+    inner: list[Any] = []
+
+    def on_result(index: int, _answer: Any) -> None:
+        if index == 0:
+            both.wait(60)
+            inner.extend(model.radixkv.generate_many([prompt(150, seed=3 + len(inner))], 2))
+
+    run_all(*[lambda: model.radixkv.generate_many(rows, 10, generation_config=config, on_result=on_result)] * 2)
+    assert [answer.finish_reason for answer in inner] == ["error"] * 2
+    check_empty(model)
+
+
+@pytest.mark.parametrize(("length", "max_new_tokens"), [(150, 2), (40, 100)], ids=["does not fit", "fits and cannot grow"])
+def test_a_call_that_somebody_with_rows_waits_for_is_not_waiting_for_ever(monkeypatch, length, max_new_tokens):
+    monkeypatch.setattr("radixkv.integration.engine.LONGEST_STANDSTILL", 1.0)
+    model = make_patched(12)
+    rows = [prompt(30, seed=1), prompt(90, seed=2)]
+    config = ends_early(model, rows[0])
+    inner: list[Any] = []
+
+    def on_result(index: int, _answer: Any) -> None:
+        if index == 0:
+            run_all(lambda: inner.extend(model.radixkv.generate_many([prompt(length, seed=7)], max_new_tokens)))
+
+    run_all(lambda: model.radixkv.generate_many(rows, 20, generation_config=config, on_result=on_result))
+    assert [answer.finish_reason for answer in inner] == ["error"]
+    check_empty(model)
+
+
+def test_what_never_fits_is_said_at_once_however_busy_others_are():
+    model = make_patched(12)
+    done, answers = threading.Event(), []
+
+    def busy() -> None:
+        while not done.is_set():
+            model.radixkv.generate_many([prompt(20, seed=1)], 8)
+
+    def ask() -> None:
+        answers.extend(model.radixkv.generate_many([prompt(12 * BLOCK - 2, seed=2)], 20))
+        done.set()
+
+    run_all(busy, busy, ask)
+    assert answers[0].finish_reason == "error"
     check_empty(model)
 
 

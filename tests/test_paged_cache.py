@@ -213,6 +213,28 @@ class TestConversation:
         assert after.stock_calls == before.stock_calls
         patched.radixkv.check()
 
+    @pytest.mark.parametrize("chunk", [1, 7, 40, 90])
+    def test_a_batch_that_is_padded_anew_in_chunks(self, reference: Any, patched: Any, chunk: int) -> None:
+        """A row that says little gets more pads than before: whole chunks of it hold nothing."""
+        rows = [prompt(20, seed=31), prompt(40, seed=32)]
+        ids, mask = left_pad(rows)
+        sequences, cache = answer(patched, ids, attention_mask=mask)
+        rows = [torch.cat([row, got[ids.shape[1] :]]) for row, got in zip(rows, sequences, strict=True)]
+        rows = [torch.cat([row, prompt(length, seed=33)]) for row, length in zip(rows, (2, 50), strict=True)]
+        ids, mask = left_pad(rows)
+        got = patched.generate(ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=chunk, **GREEDY)
+        assert torch.equal(got, reference.generate(ids, attention_mask=mask, **GREEDY))
+        patched.radixkv.check()
+
+    @pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 16}])
+    def test_a_refused_call_leaves_it_with_its_rows(self, patched: Any, chunks: dict[str, int]) -> None:
+        ids, cache = answer(patched, prompt(40, seed=9)[None])
+        wrong = ids.clone()
+        wrong[0, 3] += 1
+        with pytest.raises(ValueError, match="row 0 does not begin with"):
+            patched.generate(wrong, past_key_values=cache, num_beams=3, **chunks, **GREEDY)
+        assert cache.num_rows == 1 and cache.get_seq_length() == 51
+
     def test_an_empty_one_takes_chunks(self, reference: Any, patched: Any) -> None:
         ids = prompt(50, seed=5)[None]
         cache = patched.radixkv.new_cache()

@@ -353,6 +353,27 @@ def test_a_row_whose_fork_was_cut_and_stored_and_leased(num_more: int, beside: b
     assert cache.pool.num_free == 20
 
 
+def test_a_row_that_found_more_and_failed_writes_to_a_block_of_its_own() -> None:
+    """The step fails for want of room when the row lists a block of the tree already; its next token must not go there."""
+    known = ids(11, 13)
+    cache, batch = started(known[:7], num_blocks=5)
+    cache.insert_computed(known, *computed(known))
+    with pytest.raises(OutOfBlocks), cache.extend_step(batch, [0], [key(known[7:] + ids(5 * BLOCK_SIZE, 14))], [1], is_prompt=True):
+        raise AssertionError("never begun")
+    cache.check()
+    row = [*known[:7], 999]
+    with cache.decode_step(batch, [0], [999]) as step:
+        write(step, [(row, 7)])
+    (sequence,) = batch.sequences
+    with cache.match_prefix(known) as lease:
+        assert lease.length == 11
+        for tokens, blocks in ((row, sequence.blocks), (known, lease.blocks)):
+            held = cache.pool.keys[0][blocks].transpose(1, 2).flatten(0, 1)[: len(tokens)]
+            assert torch.equal(held, computed(tokens)[0][0])
+    cache.discard(batch)
+    cache.check()
+
+
 def test_rows_that_go_on_alike_compute_that_once() -> None:
     """Also where they have different parts of it already; afterwards they hold all its full blocks together."""
     whole = ids(6 * BLOCK_SIZE, 11)
