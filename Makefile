@@ -17,7 +17,7 @@ VENV36 := .venv36
 READY36 := $(VENV36)/.ready
 # The newest release is the one that make test runs.
 OLDER_TRANSFORMERS := 4.57.6 5.17.0
-INTEGRATION_TESTS := $(patsubst %,tests/test_%.py,by_hand devices edges families forks generate half_precision keywords many mode_costs modes paged_cache patch weights)
+INTEGRATION_TESTS := $(patsubst %,tests/test_%.py,by_hand devices edges families forks generate half_precision keywords many many_threads mode_costs modes paged_cache paged_chunks patch weights)
 KERNEL_TESTS := $(patsubst %,tests/test_%.py,compile decode extend forest items merge prefill ranges reference sharing static store tiles work)
 
 .PHONY: demo test fuzz soak test-versions test-triton36 lint bench figures clean

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,38 +10,16 @@ import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from radixkv.integration.attention import attention_configs
+from radixkv.integration.columns import Columns, appended, check_history, check_positions, holds, resumed
 from radixkv.integration.graphs import can_capture
 from radixkv.integration.packed_model import PackedModel
 from radixkv.integration.paged_cache import GenerationCache, PagedCache
 from radixkv.plan import Plan
 from radixkv.sequence import TOKEN_BYTES
-from radixkv.token_key import token_key
 from radixkv.tree import Lease
 
 # Of a packed forward these would come back packed.
 _REFUSED = ("labels", "output_attentions", "output_hidden_states", "inputs_embeds")
-
-
-@dataclass(frozen=True)
-class _Columns:
-    """What one call adds to the rows.
-
-    Attributes:
-        keys: the new tokens of each row, int32 little-endian; of some rows none.
-        real: bool [rows, columns], which of the columns sent hold tokens.
-        keep: of how many last columns logits are wanted.
-        is_whole: whether they are all columns from the first on, in place of those that the rows had.
-    """
-
-    keys: list[bytes]
-    real: np.ndarray
-    keep: int
-    is_whole: bool = False
-
-    @property
-    def kept(self) -> np.ndarray:
-        """bool [rows, keep]: of which kept columns logits mean something."""
-        return self.real[:, -self.keep :]
 
 
 def generation_forward(
@@ -74,18 +51,11 @@ def generation_forward(
             active = (~cache.finished).nonzero()[:, 0].tolist()
         output = _decode(model, call, rows, argument, active, input_ids, inputs)
     else:
-        ids, width, resumes = input_ids.cpu().numpy(), cache.mask_width, cache.resumes and not cache.begun
-        if resumes and cache.is_chunked:
-            ids = ids if cache.skipped is None else np.concatenate([cache.skipped, ids], 1)
-            if width is not None and ids.shape[1] < width and _holds(rows, ids, mask):
-                cache.skipped = ids
-                output = _unread_logits(model, len(ids), keep, input_ids.device)
-                output[argument] = cache
-                return output
-        if resumes:
-            columns = _resumed(rows, ids, mask, keep, width, is_chunked=cache.is_chunked)
-        else:
-            columns = _appended(rows, ids, mask, keep, width)
+        columns = _prompt_columns(cache, input_ids.cpu().numpy(), mask, keep)
+        if columns is None:
+            output = _unread_logits(model, len(input_ids), keep, input_ids.device)
+            output[argument] = cache
+            return output
         is_prompt = not (cache.begun and cache.is_draft_checked)
         if lease is not None:
             is_last = cache.mask_width is None or rows.num_columns + input_ids.shape[1] >= cache.mask_width
@@ -111,11 +81,11 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
     as_tuple = inputs.pop("return_dict", None) is False
     input_ids, mask, keep = _take_inputs(inputs, argument)
     positions = inputs.pop("position_ids", None)
-    columns = _appended(rows, input_ids.cpu().numpy(), mask, keep, None)
+    columns = appended(rows, input_ids.cpu().numpy(), mask, keep, None)
     if not columns.real.any():
         raise ValueError("attention_mask marks none of the new columns as tokens: there is nothing to compute")
-    _check_history(rows, mask)
-    _check_positions(rows, positions, columns)
+    check_history(rows, mask)
+    check_positions(rows, positions, columns)
     with torch.no_grad():
         if _is_decode(rows, input_ids):
             active = columns.real[:, 0].nonzero()[0].tolist()
@@ -126,7 +96,20 @@ def own_forward(model: torch.nn.Module, call: Callable[..., Any], rows: PagedCac
     return output.to_tuple() if as_tuple else output
 
 
-def _require_lease(rows: PagedCache, columns: _Columns, lease: Lease, *, is_last: bool) -> None:
+def _prompt_columns(cache: GenerationCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int) -> Columns | None:
+    """The columns of one forward of generate(); None for a chunk that a cache holds which the caller passed in."""
+    rows, width = cache.rows, cache.mask_width
+    if not cache.resumes or cache.begun:
+        return appended(rows, ids, mask, keep, width)
+    if cache.is_chunked:
+        ids = ids if cache.skipped is None else np.concatenate([cache.skipped, ids], 1)
+        if width is not None and ids.shape[1] < width and holds(rows, ids, mask):
+            cache.skipped = ids
+            return None
+    return resumed(rows, ids, mask, keep, width, is_chunked=cache.is_chunked)
+
+
+def _require_lease(rows: PagedCache, columns: Columns, lease: Lease, *, is_last: bool) -> None:
     """Raise ValueError if a row is not, or ends before, the prefix that was chosen for it. A chunk of a prompt may hold a part of that."""
     for row, (length, key) in enumerate(zip(rows.row_lens or [0] * len(columns.keys), columns.keys, strict=True)):
         wanted = lease.tokens[length * TOKEN_BYTES :]  # what was known before was looked at before
@@ -157,114 +140,12 @@ def _is_decode(rows: PagedCache, input_ids: torch.Tensor) -> bool:
     return rows.batch is not None and rows.is_open and input_ids.shape[1] == 1 and all(row.num_stored for row in rows.batch.sequences)
 
 
-def _appended(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None) -> _Columns:
-    """The columns of a call that sends what comes after the rows' columns."""
-    num_rows, num_new = ids.shape
-    if rows.batch is not None and rows.num_rows != num_rows:
-        raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, got {num_rows}")
-    real = _real_columns(mask, ids.shape, rows.num_columns + num_new)
-    keys = [token_key(row[row_real]) for row, row_real in zip(ids, real, strict=True)]
-    known = rows.row_lens or [0] * num_rows
-    empty = [row for row in range(num_rows) if not keys[row] and not known[row]]
-    if empty and (width is None or rows.num_columns + num_new >= width):
-        raise ValueError(f"input_ids: row {empty[0]} holds no token, its attention_mask is all zeros")
-    return _Columns(keys, real, keep)
-
-
-def _resumed(
-    rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None, keep: int, width: int | None, *, is_chunked: bool
-) -> _Columns:
-    """The columns of the first forward of a generate() that was given a cache: the whole sequences, or what comes after the cache.
-
-    In chunks: the first columns of the whole sequences, in which some rows may have nothing but pads.
-    """
-    num_rows, num_columns = ids.shape
-    copies = _num_copies(rows, num_rows)
-    if width is not None and width > num_columns and not is_chunked:
-        if width != rows.num_columns + num_columns:
-            raise ValueError(
-                f"attention_mask has {width} columns, but the cache holds {rows.num_columns} and input_ids {num_columns}: pass the whole "
-                "sequence, or new tokens only with a mask of the whole"
-            )
-        _multiply_rows(rows, copies)
-        return _appended(rows, ids, mask, keep, width)
-    may_be_empty = is_chunked and width is not None and num_columns < width
-    real = _real_columns(mask, ids.shape, num_columns)
-    kept = real[:, -keep:].sum(1)
-    keys, lengths = [], []
-    for row, (row_ids, row_real, known) in enumerate(zip(ids, real, _repeated(rows.row_keys(), copies), strict=True)):
-        key = token_key(row_ids[row_real])
-        if not key.startswith(known[: len(key)]) or not (key or may_be_empty):
-            raise ValueError(
-                f"input_ids: row {row} does not begin with the {len(known) // TOKEN_BYTES} tokens that the cache holds: pass the whole "
-                "sequence that the cache was made of and what follows it, or no cache"
-            )
-        # Logits come of computing: of what is cached, too, if they are asked for.
-        length = max(0, min(len(known) // TOKEN_BYTES, len(key) // TOKEN_BYTES - max(1, int(kept[row]))))
-        lengths.append(length)
-        keys.append(bytes(key[length * TOKEN_BYTES :]))
-    _multiply_rows(rows, copies)
-    rows.truncate_rows(lengths)
-    return _Columns(keys, real, keep, is_whole=True)
-
-
-def _holds(rows: PagedCache, ids: np.ndarray, mask: torch.Tensor | None) -> bool:
-    """Whether the rows begin with all tokens of the first columns of a sequence."""
-    real = _real_columns(mask, ids.shape, ids.shape[1])
-    held = zip(ids, real, _repeated(rows.row_keys(), _num_copies(rows, len(ids))), strict=True)
-    return all(known.startswith(token_key(row_ids[row_real])) for row_ids, row_real, known in held)
-
-
-def _num_copies(rows: PagedCache, num_rows: int) -> int:
-    """How many sequences of each row generate() computes."""
-    if num_rows % rows.num_rows:
-        raise ValueError(f"input_ids: the cache holds {rows.num_rows} rows, generate() computes {num_rows}")
-    return num_rows // rows.num_rows
-
-
-def _repeated(keys: list[bytes], copies: int) -> list[bytes]:
-    return [key for key in keys for _ in range(copies)]
-
-
-def _multiply_rows(rows: PagedCache, copies: int) -> None:
-    """Not before all else is known to be right: the caller's cache has the further rows from then on."""
-    if copies > 1:
-        rows.batch_repeat_interleave(copies)
-
-
-def _real_columns(mask: torch.Tensor | None, shape: tuple[int, ...], num_columns: int) -> np.ndarray:
-    """bool [rows, columns of this call]: which hold tokens."""
-    if mask is None:
-        return np.ones(shape, dtype=bool)
-    if mask.shape[1] != num_columns:
-        raise ValueError(f"attention_mask must be [{shape[0]}, {num_columns}], a column for every column so far, got {list(mask.shape)}")
-    return np.broadcast_to(mask[:, num_columns - shape[1] :].cpu().numpy() != 0, shape)
-
-
-def _check_history(rows: PagedCache, mask: torch.Tensor | None) -> None:
-    if rows.batch is None or mask is None:
-        return
-    before = mask[:, : rows.num_columns].cpu().numpy() != 0
-    if (before != rows.real_columns).any():
-        raise ValueError(f"attention_mask must repeat what it said of the first {rows.num_columns} columns, which are cached as they were")
-
-
-def _check_positions(rows: PagedCache, positions: torch.Tensor | None, columns: _Columns) -> None:
-    """Whether given positions are those that a row's tokens have by their order, but for an offset, which attention does not see."""
-    if positions is None:
-        return
-    given = np.broadcast_to(positions.cpu().numpy(), columns.real.shape)
-    for row, real in enumerate(columns.real):
-        if (np.diff(given[row][real]) != 1).any():
-            raise ValueError("position_ids must count a row's tokens one by one with a PagedCache: leave them out, they are known")
-
-
 def _prompt(
     model: torch.nn.Module,
     call: Callable,
     rows: PagedCache,
     argument: str,
-    columns: _Columns,
+    columns: Columns,
     lease: Lease | None,
     is_prompt: bool,
     device: torch.device,

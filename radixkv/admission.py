@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from radixkv.rows import copy_live_slots
-from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, runs_of_mate
 from radixkv.token_key import common_bytes
 from radixkv.tree import Lease
 
@@ -87,12 +87,7 @@ def _share(sequences: list[Sequence], row: int, mate: int, limit: int, block_siz
     if common <= sequence.hit_len or other.cached_len > sequence.cached_len:
         return
     # So the runs begin where this row's own match ends, or before.
-    runs = [*other.shared_runs, SharedRun(other.hit_len, other.num_tokens, mate)]
-    sequence.shared_runs = [
-        SharedRun(max(run.start, sequence.cached_len), min(run.end, common), run.row)
-        for run in runs
-        if run.start < common and run.end > sequence.cached_len
-    ]
+    sequence.shared_runs = runs_of_mate(other, mate, sequence.cached_len, common)
     sequence.hit_len = common
     sequence.first_private = common // block_size
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, SharedRun
+from radixkv.sequence import TOKEN_BYTES, Batch, Sequence, runs_of_mate
 from radixkv.token_key import common_bytes
 
 if TYPE_CHECKING:
@@ -75,12 +75,7 @@ def _share_new(sequences: Seq[Sequence], num_logits: Seq[int], block_size: int) 
         if best is None:
             continue
         mate = mates[row] = sequences[best]
-        runs = [*mate.shared_runs, SharedRun(mate.hit_len, mate.num_tokens, best)]
-        sequence.shared_runs = [
-            SharedRun(max(run.start, sequence.num_stored), min(run.end, most), run.row)
-            for run in runs
-            if run.start < most and run.end > sequence.num_stored
-        ]
+        sequence.shared_runs = runs_of_mate(mate, best, sequence.num_stored, most)
         sequence.hit_len = most
         # The block in which the row's own tokens end stays its own: if the step fails, they are still there.
         sequence.first_shared = len(sequence.blocks)

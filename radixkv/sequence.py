@@ -50,6 +50,12 @@ class Sequence:
         return len(self.key) // TOKEN_BYTES
 
 
+def runs_of_mate(mate: Sequence, row: int, start: int, end: int) -> list[SharedRun]:
+    """Who computes positions [start, end) that a row takes from its mate, the row of that number: the mate, or those it takes from."""
+    runs = (*mate.shared_runs, SharedRun(mate.hit_len, mate.num_tokens, row))
+    return [SharedRun(max(run.start, start), min(run.end, end), run.row) for run in runs if run.start < end and run.end > start]
+
+
 @dataclass(frozen=True)
 class CallOptions:
     """What a caller of generate() asked of the cache.

@@ -69,13 +69,19 @@ def test_parted_rows_are_stored_while_the_others_go_on():
     cache.check()
 
 
-def test_blocks_of_a_running_row_are_not_counted_as_room():
-    """A row that is stored leaves the blocks that it shares to the tree, and another row goes on in them: evicting them frees none."""
+def parted(num_shared: int) -> tuple[PrefixCache, Batch, list[int]]:
+    """Of two rows that share so many blocks in a pool of 20 one is stored, and the other one runs; these tokens they share."""
     cache = small_cache(num_blocks=20)
-    shared = prompt(8 * BLOCK, seed=1).tolist()
+    shared = prompt(num_shared * BLOCK, seed=1).tolist()
     batch = running(cache, [*shared, 1], [*shared, 2])
     cache.store(cache.part(batch, [0]))
     cache.check()
+    return cache, batch, shared
+
+
+def test_blocks_of_a_running_row_are_not_counted_as_room():
+    """A row that is stored leaves the blocks that it shares to the tree, and another row goes on in them: evicting them frees none."""
+    cache, batch, _ = parted(8)
     assert cache.num_allocatable == 20 - 8 - 1
     with pytest.raises(OutOfBlocks):
         cache.allocate(12)
@@ -87,10 +93,7 @@ def test_blocks_of_a_running_row_are_not_counted_as_room():
 
 
 def test_what_is_leased_beside_it_is_not_taken_off_the_room_twice():
-    cache = small_cache(num_blocks=20)
-    shared = prompt(4 * BLOCK, seed=1).tolist()
-    batch = running(cache, [*shared, 1], [*shared, 2])
-    cache.store(cache.part(batch, [0]))
+    cache, batch, shared = parted(4)
     with cache.match_prefix(shared):
         # 4 shared, 1 of the row; the stored row's last block and the free ones are room.
         assert cache.num_allocatable == 20 - 4 - 1
